@@ -1,0 +1,1 @@
+"""Fine-tune Hugging Face causal language models faster, without changing what is learned."""

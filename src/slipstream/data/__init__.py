@@ -1,0 +1,1 @@
+"""Rows to tokens to packed batches, on the host: no device is touched here."""

@@ -1,0 +1,1 @@
+"""What becomes of a layer's activations between forward and backward."""

@@ -1,0 +1,1 @@
+"""The model's side: loading, attention over segments, adapters."""

@@ -1,0 +1,1 @@
+"""Loss, trainer, checkpoints and the records of a run."""

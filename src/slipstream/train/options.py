@@ -1,0 +1,42 @@
+"""The options of a training run (the recipe's ``train`` section)."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How long, how fast and how safely to train."""
+
+    mode: Literal["auto", "eager"] = "auto"
+    """How a step runs; only ``eager`` is available yet, and ``auto`` takes it."""
+    steps: Annotated[int, Gt(0)] | None = None
+    """Optimizer steps; overrides ``epochs``."""
+    epochs: Annotated[float, Gt(0)] = 1
+    """Passes over the data."""
+    accumulate: Annotated[int, Gt(0)] = 1
+    """Batches whose gradients are summed into one optimizer step."""
+    learning_rate: Annotated[float, Gt(0)] = 2.0e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Learning rate after the warm-up."""
+    warmup: Annotated[float, Ge(0)] = 0.03
+    """Warm-up: a share of all steps if below 1, else a number of steps."""
+    optimizer: Literal["adamw"] = "adamw"
+    """The optimizer."""
+    weight_decay: Annotated[float, Ge(0)] = 0.0
+    """Decoupled weight decay."""
+    clip: Annotated[float, Ge(0)] = 1.0
+    """Largest gradient norm; 0 does not clip."""
+    seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0
+    """Seed of packing order, adapter weights and dropout."""
+    eval_every: Annotated[int, Gt(0)] | None = None
+    """Steps between evaluations; none evaluates before the first and after the last step."""
+    save_every: Annotated[int, Gt(0)] | None = None
+    """Steps between checkpoints; none saves at the end and when interrupted."""
+    keep: Annotated[int, Gt(0)] = 2
+    """Newest checkpoints to keep; the one with the best evaluation is kept besides."""
+    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = field(default_factory=list)
+    """Experiment trackers to report to, through transformers' integrations."""
