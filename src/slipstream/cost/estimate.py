@@ -1,0 +1,33 @@
+"""What a training step keeps in device memory: arithmetic on a model's configuration.
+
+Counted from what autograd saves in transformers' decoder layers (RMSNorm upcasts to float32, rotary positions, gated
+MLP) with adapters on the linear layers and frozen base weights. It decides whether activations fit; it is a
+prediction, so the margin is in the caller.
+"""
+
+from typing import Any
+
+LOSS_CHUNK = 1024
+"""Tokens whose logits are upcast to float32 at a time (see ``train/loss.py``)."""
+
+
+def kept_activation_bytes(config: Any, tokens: int) -> int:
+    """Bytes that all decoder layers keep for the backward of ``tokens`` tokens, with half-precision compute.
+
+    A layer and token: float32 inputs of two norms (8h), half-precision inputs of the adapters of q, k, v, gate and up
+    (10h), of o (2q) and down (2i); the attention's q, k, v and output (4q + 4k); float32 norms of q and k (4q + 4k);
+    gate, its activation and up (6i); h hidden, q query, k key, i intermediate width.
+    """
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
+    head = getattr(config, "head_dim", None) or hidden // heads
+    query = heads * head
+    key = (getattr(config, "num_key_value_heads", None) or heads) * head
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    layer = 18 * hidden + 10 * query + 8 * key + 8 * inner
+    return int(layer * tokens * config.num_hidden_layers)
+
+
+def loss_bytes(config: Any, tokens: int) -> int:
+    """Bytes of the logits and their gradient (2 bytes an element) and one chunk in float32, three times."""
+    return int(config.vocab_size * (4 * tokens + 12 * min(tokens, LOSS_CHUNK)))

@@ -1,0 +1,60 @@
+"""From examples to a model-ready batch: the collator that builds ``Segments``.
+
+It runs in the ``DataLoader``'s workers, on Python integers, so that no boundary is ever looked for on the device. It
+emits no attention mask: a mask beside ``segments`` makes other attention paths ignore the boundaries.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from slipstream.data.batch import IGNORE, collate
+from slipstream.device.segments import Segments
+from slipstream.errors import InputError
+
+
+class PackedCollator:
+    """Examples (documents, or packed rows with ``seq_lengths``) → a model-ready dict.
+
+    The dict holds ``input_ids`` first, ``labels`` and ``position_ids`` (int64 [1, tokens]) and ``segments``. Documents
+    keep their order; more tokens than fit is an ``InputError``.
+    """
+
+    def __init__(self, *, tokens: int) -> None:
+        """``tokens``: tokens of every batch, T."""
+        if tokens < 1:
+            raise InputError(f"tokens {tokens} < 1: a batch holds at least one token")
+        self.tokens = tokens
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Lay ``examples`` end to end."""
+        batch = collate(examples, self.tokens)
+        return {
+            "input_ids": batch.input_ids,
+            "labels": batch.labels,
+            "position_ids": batch.position_ids,
+            "segments": Segments.from_lengths(batch.lengths, total=self.tokens),
+        }
+
+
+class PaddedCollator:
+    """Documents, one a row, padded on the right to the longest: for models that cannot be packed.
+
+    Gives ``input_ids``, ``labels`` (int64 [B, N]) and ``attention_mask`` (int64 [B, N]). It is also the plain path that
+    packed training is compared with.
+    """
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Pad ``examples`` to the longest of them."""
+        rows = [collate([example], len(example["input_ids"])) for example in examples]
+        longest = max(row.input_ids.shape[1] for row in rows)
+        shape = (len(rows), longest)
+        input_ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+        labels = torch.full(shape, IGNORE)
+        for index, row in enumerate(rows):
+            length = row.input_ids.shape[1]
+            input_ids[index, :length] = row.input_ids[0]
+            labels[index, :length] = row.labels[0]
+            mask[index, :length] = 1
+        return {"input_ids": input_ids, "labels": labels, "attention_mask": mask}

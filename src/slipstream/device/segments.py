@@ -1,0 +1,196 @@
+"""``Segments``: where the documents of a packed row begin and end, worked out once a batch.
+
+Every layer's attention needs the same boundaries. Building them (or the mask made from them) in each layer costs
+L times what it must, and finding them on the device makes the host wait. So they are made in the collator from Python
+integers, travel with the batch, are copied once a device, and whatever an attention kernel derives from them is made
+at first use and kept here, one entry for each distinct structure. The object is immutable and dies with its batch,
+so there is no cache to clear and nothing that can go stale; the alternative, a global cache keyed by object identity,
+returns old boundaries after an in-place edit.
+
+    lengths      (3, 2, 4), total 12            documents A, B, C and 3 tokens of padding
+    cu_seqlens   0 3 5 9 12 12 12 ... 12        int32, the padding is one more segment; filled up to a bucketed count
+    segment_ids  0 0 0 1 1 2 2 2 2 3 3 3        int32 [T]
+
+T: tokens of the batch. ``cu_seqlens`` is filled with T to a bucketed count, so that its shape takes few values.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from slipstream.errors import InputError
+
+SMALLEST_BUCKET = 16
+LARGEST_MASK_BYTES = 16 * 2**30
+
+
+def bucket(count: int) -> int:
+    """Number of segments that ``cu_seqlens`` has room for: the next power of two, at least 16."""
+    return max(SMALLEST_BUCKET, 1 << (count - 1).bit_length())
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """The documents of one packed batch. Make it with ``from_lengths``.
+
+    Attention of token i reaches token j when both lie in the same segment and j <= i (and i - j < window, for a
+    sliding window of that many tokens, transformers' convention).
+    """
+
+    lengths: tuple[int, ...]
+    """Lengths of the documents in tokens, padding left out."""
+    total: int
+    """Tokens of the batch, T."""
+    cu_seqlens: torch.Tensor
+    """int32 [bucket + 1]: 0, each segment's end, then T repeated."""
+    segment_ids: torch.Tensor
+    """int32 [T]: the segment of each token; the padding segment has the last id."""
+    max_seqlen: int
+    """Length of the longest segment, the padding segment included."""
+    builds: Counter[tuple[Any, ...]] = field(default_factory=Counter, repr=False)
+    """How often each derived structure was built, by (kind, device, dtype, window); shared by all device copies."""
+    copies: Counter[str] = field(default_factory=Counter, repr=False)
+    """How often the tensors were copied to each device; shared by all device copies."""
+    readers: set[int] = field(default_factory=set, repr=False)
+    """``id`` of each attention module that asked for the boundaries; shared by all device copies."""
+    _derived: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, repr=False)
+    _on: dict[torch.device, "Segments"] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], *, total: int | None = None) -> Self:
+        """Segments of documents with these lengths, filled up to ``total`` tokens (default: their sum) by padding.
+
+        Raises ``InputError`` for no documents, a length below 1, or lengths that sum to more than ``total``.
+        """
+        checked = _checked_lengths(lengths)
+        used = sum(checked)
+        total = used if total is None else operator.index(total)
+        if used > total:
+            raise InputError(
+                f"lengths sum to {used:,} > {total:,} tokens of the row; give fewer documents or a larger total"
+            )
+        spans = np.asarray(checked if used == total else (*checked, total - used), dtype=np.int64)
+        cu_seqlens = np.full(bucket(spans.size) + 1, total, dtype=np.int32)
+        cu_seqlens[0] = 0
+        cu_seqlens[1 : spans.size + 1] = np.cumsum(spans)
+        segment_ids = np.repeat(np.arange(spans.size, dtype=np.int32), spans)
+        return cls(checked, total, torch.from_numpy(cu_seqlens), torch.from_numpy(segment_ids), int(spans.max()))
+
+    def __post_init__(self) -> None:
+        """Refuse tensors of the wrong dtype; on the host, boundaries that don't rise to T as well."""
+        for name in ("cu_seqlens", "segment_ids"):
+            tensor: torch.Tensor = getattr(self, name)
+            if tensor.dtype != torch.int32:
+                raise InputError(f"{name} is {tensor.dtype}, must be torch.int32; make Segments with from_lengths")
+        if not self.cu_seqlens.is_cpu:
+            return
+        ends = self.cu_seqlens.numpy()
+        rises = ends[0] == 0 and ends[-1] == self.total and bool((np.diff(ends) >= 0).all())
+        if not rises or not np.array_equal(np.diff(ends[: len(self.lengths) + 1]), self.lengths):
+            raise InputError(
+                f"cu_seqlens must rise from 0 to {self.total} by the documents' lengths {list(self.lengths[:8])}; "
+                f"got {ends[:9].tolist()}; make Segments with from_lengths"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self.cu_seqlens.device
+
+    @property
+    def padding(self) -> int:
+        """Tokens of the padding segment."""
+        return self.total - sum(self.lengths)
+
+    def on(self, device: torch.device | str | int) -> "Segments":
+        """These segments on ``device``; copied at the first call (asynchronously from pinned memory), then kept."""
+        device = _with_index(torch.device(device))
+        if device == self.device:
+            return self
+        if device not in self._on:
+            self.copies[str(device)] += 1
+            self._on[device] = self._moved(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._on[device]
+
+    def to(self, device: torch.device | str | int, *_: Any, **__: Any) -> "Segments":
+        """``on``, under the name that accelerate and transformers call."""
+        return self.on(device)
+
+    def pin_memory(self, *_: Any) -> "Segments":
+        """These segments in pinned host memory (called by ``DataLoader(pin_memory=True)``)."""
+        return self._moved(lambda tensor: tensor.pin_memory())
+
+    def position_ids(self) -> torch.Tensor:
+        """Each token's position in its own segment, int64 [1, T]; built once."""
+
+        def build() -> torch.Tensor:
+            starts = self.cu_seqlens[self.segment_ids.long()]
+            return (torch.arange(self.total, device=self.device) - starts)[None]
+
+        return self._once(("position_ids", self.device, torch.int64, None), build)
+
+    def window(self, window: int | None) -> int | None:
+        """``window`` in tokens, or None where no segment is longer, so that the window changes nothing."""
+        return None if window is None or window >= self.max_seqlen else window
+
+    def mask(self, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
+        """The additive attention mask, ``dtype`` [1, 1, T, T]: 0 where attended, -inf elsewhere.
+
+        Built once for each (dtype, window). Raises ``InputError`` where it could not be held.
+        """
+        window = self.window(window)
+        return self._once(("mask", self.device, dtype, window), lambda: self._build_mask(dtype, window))
+
+    def _build_mask(self, dtype: torch.dtype, window: int | None) -> torch.Tensor:
+        needed = self.total**2 * (dtype.itemsize + 1)
+        if needed > LARGEST_MASK_BYTES:
+            raise InputError(
+                f"a dense mask of {self.total:,}² tokens takes {needed / 2**30:.1f} GiB > {LARGEST_MASK_BYTES / 2**30:.0f} GiB; "
+                f"use attention varlen, or lower packing.tokens or packing.rows"
+            )
+        position = torch.arange(self.total, device=self.device)
+        distance = position[:, None] - position[None, :]
+        hidden = (self.segment_ids[:, None] != self.segment_ids[None, :]) | (distance < 0)
+        if window is not None:
+            hidden |= distance >= window
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
+        return mask.masked_fill_(hidden, float("-inf"))[None, None]
+
+    def _once(self, key: tuple[Any, ...], build: Any) -> torch.Tensor:
+        if self.cu_seqlens._version or self.segment_ids._version:
+            raise RuntimeError(
+                "Segments was edited in place; it is immutable: make a new one with Segments.from_lengths"
+            )
+        if key not in self._derived:
+            self.builds[key] += 1
+            with torch.no_grad():
+                self._derived[key] = build()
+        return self._derived[key]
+
+    def _moved(self, move: Any) -> "Segments":
+        return replace(self, cu_seqlens=move(self.cu_seqlens), segment_ids=move(self.segment_ids), _derived={}, _on={})
+
+
+def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
+    try:
+        checked = tuple(operator.index(length) for length in lengths)
+    except TypeError as error:
+        raise InputError(f"lengths {list(lengths)[:8]} must be whole numbers of tokens: {error}") from error
+    if not checked:
+        raise InputError("no lengths: a packed row holds at least one document")
+    for index, length in enumerate(checked):
+        if length < 1:
+            raise InputError(f"document {index} has length {length}; every document holds at least 1 token")
+    return checked
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """``cuda`` and ``cuda:0`` are one device: give the index where it is left out."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
