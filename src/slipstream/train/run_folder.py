@@ -1,0 +1,171 @@
+"""A run's folder: its places, and writes that are whole or don't happen.
+
+Why: a run is interrupted, a disk fills up, an output is named twice; none of that may cost what an earlier run or an
+earlier moment left. Trade-off: replacing a file in one move costs a second copy of it for a moment, and a wait for the
+disk; only small files are written so. Alternative: writing in place, which a crash leaves in halves.
+"""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import InputError
+
+FORMAT = 1
+"""Version of the run folder's format, ``run.json``'s ``format``."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The places in a run's folder. Making one touches no disk; ``create`` and ``open`` check."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path) -> "RunFolder":
+        """Makes a new run's empty folder. ``InputError`` where anything is there already: nothing is overwritten."""
+        folder = cls(Path(path))
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            found = sorted(entry.name for entry in folder.path.iterdir())
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise InputError(f"output '{path}' cannot be made a folder ({reason}); choose another output") from error
+        if folder.run_json.exists():
+            raise InputError(
+                f"output '{path}' holds another run{folder._age()}; choose another output, or add --resume"
+            )
+        if found:
+            more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
+            raise InputError(f"output '{path}' is not empty ('{found[0]}'{more}); choose another output, or empty it")
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """The folder of a run that was started before; ``InputError`` where there is none."""
+        folder = cls(Path(path))
+        if not folder.path.is_dir():
+            raise InputError(f"'{path}' is not a folder; give the output folder of a run")
+        if not folder.run_json.is_file():
+            raise InputError(f"'{path}' is not a run (it has no run.json); give the output folder of a run")
+        return folder
+
+    @property
+    def run_json(self) -> Path:
+        """What was run, and how it ended."""
+        return self.path / "run.json"
+
+    @property
+    def steps(self) -> Path:
+        """One JSON line a step."""
+        return self.path / "steps.jsonl"
+
+    @property
+    def evals(self) -> Path:
+        """One JSON line an evaluation."""
+        return self.path / "evals.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """``checkpoint-<step>`` folders."""
+        return self.path / "checkpoints"
+
+    @property
+    def adapter(self) -> Path:
+        """The trained adapter."""
+        return self.path / "adapter"
+
+    @property
+    def model(self) -> Path:
+        """The trained model, after full fine-tuning."""
+        return self.path / "model"
+
+    @property
+    def report(self) -> Path:
+        """The report."""
+        return self.path / "report.html"
+
+    def read_run(self) -> dict[str, Any]:
+        """``run.json``; ``InputError`` where it cannot be read."""
+        try:
+            run = json.loads(self.run_json.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"'{self.run_json}' cannot be read ({error}); restore it, or start another run") from error
+        if not isinstance(run, dict):
+            raise InputError(f"'{self.run_json}' holds no object; restore it, or start another run")
+        return run
+
+    def write_run(self, run: Mapping[str, Any]) -> None:
+        """Replaces ``run.json`` in one move. NaN and infinities become null, their places listed in ``nonfinite``."""
+        places: list[str] = []
+        clean = _finite(dict(run), "", places)
+        if places:
+            clean["nonfinite"] = places
+        write_atomically(self.run_json, json.dumps(clean, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def _age(self) -> str:
+        try:
+            run = self.read_run()
+        except InputError:
+            return ""
+        return f" (started {run.get('started', 'at an unknown time')}, {run.get('outcome', 'outcome unknown')})"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces ``path`` by ``text`` in one move: a reader, or a crash, sees the old contents or the new, never a part.
+
+    ``InputError`` where no space is left; the old contents stay.
+    """
+    data = text.encode()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with space_for(path, len(data)):
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def space_for(path: Path, need: int) -> Iterator[None]:
+    """Makes a full disk, met while ``need`` bytes go to ``path``, the user's ``InputError``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise InputError(
+            f"no space left for '{path}': {need:,} bytes needed, {free:,} free (or a quota is used up); "
+            "free some space, or choose another output"
+        ) from error
+
+
+def _finite(value: Any, place: str, places: list[str]) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item, f"{place}.{key}".lstrip("."), places) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item, f"{place}.{index}", places) for index, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        places.append(place)
+        return None
+    return value
