@@ -1,0 +1,187 @@
+"""Commands and flags become a recipe and a call; nothing is decided here.
+
+Everything heavy is imported inside the command that needs it, so that ``--help`` and a misspelt flag answer at once;
+the price is imports that are not at the top of the file. With ``--json`` standard output carries one JSON document
+and nothing else: what libraries print, down to the file descriptor, is sent to standard error meanwhile.
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXIT_BROKEN_PIPE = 1
+EXIT_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Fine-tune Hugging Face causal language models faster, without changing what is learned.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=V", help="Override one value of the recipe, e.g. train.steps=20; repeatable."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output, the rest on stderr.")]
+
+
+def main() -> None:
+    """Run the command line: 0 done, 2 wrong input, 130 interrupted, 1 anything else (with its traceback)."""
+    try:
+        app(prog_name="slipstream")
+    except InputError as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        sys.exit(EXIT_INPUT)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader has gone; without this the interpreter's own flush at exit would complain once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_BROKEN_PIPE)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"slipstream {version('slipstream')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's last checkpoint.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Fine-tune as the recipe says."""
+    with _output(as_json) as emit:
+        from slipstream import run
+        from slipstream.recipe import load_recipe
+
+        summary = run.train(load_recipe(recipe, overrides or ()), resume=resume, console=_console(stderr=as_json))
+        emit(summary.to_dict())
+    if summary.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+def data(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Packed rows to show.")] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Show packed rows: text, boundaries, and which tokens are learned."""
+    with _output(as_json) as emit:
+        from slipstream import run
+        from slipstream.recipe import load_recipe
+
+        emit(run.show_data(load_recipe(recipe, overrides or ()), rows=rows, console=_console(stderr=as_json)))
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Show the device, the versions, and what is available and why not."""
+    with _output(as_json) as emit:
+        from slipstream import doctor as examination
+
+        report = examination.report()
+        examination.show(report, _console(stderr=as_json))
+        emit(report)
+
+
+@app.command()
+def generate(
+    run_folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, as train wrote it.")],
+    prompt: Annotated[str, typer.Option("--prompt", help="What to ask the tuned model.")],
+    system: Annotated[str | None, typer.Option("--system", help="A system message before it.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The most tokens to answer with.")] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Try the tuned model on a prompt; standard output carries the answer alone."""
+    with _output(as_json) as emit:
+        from slipstream import run
+
+        answer = run.generate(
+            run_folder,
+            prompt=prompt,
+            system=system,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            console=_console(stderr=True),
+        )
+        emit({"prompt": prompt, "system": system, "answer": answer})
+    if not as_json:
+        print(answer)
+
+
+def _console(*, stderr: bool) -> "Console":
+    """A console that prints text as it is: brackets in a user's data are no markup, ``:id:`` is no emoji."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+@contextmanager
+def _output(as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Give the command an ``emit`` for its result, which ends on standard output as JSON if that was asked for.
+
+    A command that raises emits nothing.
+    """
+    results: list[dict[str, Any]] = []
+    with _stdout_on_stderr() if as_json else nullcontext():
+        yield results.append
+    if as_json:
+        (result,) = results
+        print(json.dumps(_finite(result), allow_nan=False, indent=2), flush=True)
+
+
+@contextmanager
+def _stdout_on_stderr() -> Iterator[None]:
+    """Send what anyone prints to standard error: Python's prints, and those of libraries and worker processes."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def _finite(value: Any) -> Any:
+    """The value with NaN and infinities as null, since JSON has no spelling for them (a loss can be one)."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
