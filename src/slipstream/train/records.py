@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -175,13 +175,15 @@ class EvalLog:
 class StepLog:
     """Writes ``steps.jsonl``, a line a step, in order, without making the host wait for the device."""
 
-    def __init__(self, path: Path, ring: ScalarRing | None = None) -> None:
-        """``ring``: for the scalars of :meth:`push`; made at the first push of device tensors if not given."""
+    def __init__(self, path: Path | None, ring: ScalarRing | None = None) -> None:
+        """``path``: the file, or None to keep no lines; ``ring``: for the scalars of :meth:`push`, made at need."""
+        self.on_record: Callable[[StepRecord], None] | None = None
+        """Called with each record once its values have arrived."""
         self.last: StepRecord | None = None
         """The latest step whose values have arrived, for the progress bar."""
         self.waits = 0
         """How often ``push`` found the ring full and had to wait for the device."""
-        self._lines = LineLog(path)
+        self._lines = None if path is None else LineLog(path)
         self._ring = ring
         self._pending: deque[tuple[dict[str, Any], tuple[str, ...], int]] = deque()
 
@@ -217,7 +219,7 @@ class StepLog:
     def resume(self, step: int) -> None:
         """Drops the lines after ``step``, the checkpoint's, whose steps will be run again."""
         assert not self._pending, "resume comes before the first push"
-        line = self._lines.cut_after(step)
+        line = self._lines.cut_after(step) if self._lines is not None else None
         self.last = from_line(StepRecord, line)[0] if line else None
 
     def _finish_oldest(self) -> None:
@@ -228,8 +230,12 @@ class StepLog:
         self._write(values | dict(zip(names, self._ring.release(slot), strict=True)))
 
     def _write(self, values: dict[str, Any]) -> None:
+        values["learned_tokens"] = int(values["learned_tokens"])  # a count, also where it came as a device scalar
         self.last = StepRecord(**values)
-        self._lines.append(self.last)
+        if self._lines is not None:
+            self._lines.append(self.last)
+        if self.on_record is not None:
+            self.on_record(self.last)
 
 
 # ------------------------------------------------------------------------------------------------------------ read back

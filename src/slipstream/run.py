@@ -1,0 +1,415 @@
+"""The composition root: a recipe becomes a run, stage by stage, each named once and in this order.
+
+    1. folder    ``RunFolder``           refuse to overwrite
+    2. tokens    ``tokenise``            rows → documents, cached on disk
+    3. packing   ``pack_dataset``        documents → packed rows
+    4. model     ``load_model``          and ``add_adapter``
+    5. apply     ``apply``               attention over segments, memory policy
+    6. train     ``Trainer``             evaluation before, training, evaluation after
+    7. results   ``save``                adapter or model, run.json, report.html
+"""
+
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+from torch import nn
+from transformers import PrinterCallback
+
+from slipstream.apply import Options, apply, decisions, packing_decision, restore
+from slipstream.cost.hardware import compute_dtype, describe
+from slipstream.data.packing import PackingReport, pack, pack_dataset
+from slipstream.data.preview import preview
+from slipstream.data.tokens import TokenisedSet, tokenise
+from slipstream.decision import Decision
+from slipstream.device.feed import PackedCollator, PaddedCollator
+from slipstream.errors import InputError
+from slipstream.model.generate import generate_text
+from slipstream.model.load import load_model, load_tokenizer
+from slipstream.model.lora import add_adapter, load_adapter, trainable_summary
+from slipstream.recipe import Recipe
+from slipstream.report.html import write_report
+from slipstream.train.arguments import KeepBest, training_arguments
+from slipstream.train.checkpoint import checkpoint_step, last_checkpoint
+from slipstream.train.interrupt import StopRequest
+from slipstream.train.progress import ProgressBar, clock
+from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
+from slipstream.train.trainer import Trainer
+
+LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets")
+FREE_TO_CHANGE = {"output", "train.steps", "train.epochs", "train.eval_every", "train.save_every", "train.keep"}
+"""Recipe keys that may differ when a run is resumed: none changes what a step learns from or how."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run went."""
+
+    run_folder: Path
+    interrupted: bool
+    steps: int
+    seconds: float
+    """Wall-clock time of the training loop."""
+    tokens_per_second: float
+    """Document tokens, padding not counted, over all recorded steps but the first."""
+    packing: PackingReport
+    eval_before: float | None
+    """Loss for each learned token on the held-out rows, in nats, before the first step."""
+    eval_after: float | None
+    report: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "run_folder": str(self.run_folder), "report": str(self.report)}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One data set, ready to train on."""
+
+    tokenised: TokenisedSet
+    rows: datasets.Dataset
+    """Packed rows, or documents where packing is off."""
+    report: PackingReport
+    histogram: dict[str, list[int]]
+
+
+def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
+    """Fine-tune as ``recipe`` says. Raises ``InputError`` before anything is trained where it can't be done."""
+    _refuse_several_processes()
+    quiet_libraries()
+    folder = RunFolder.open(Path(recipe.output)) if resume else RunFolder.create(Path(recipe.output))
+    checkpoint = _checkpoint_to_resume(folder, recipe) if resume else None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    tokenizer = load_tokenizer(recipe.model, recipe.load)
+    train_rows = prepare_rows(recipe, recipe.data.train, tokenizer, console)
+    eval_rows = prepare_rows(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
+
+    model = build_model(recipe, device)
+    autocast = getattr(torch, compute_dtype(describe(device)))
+    tokens = recipe.packing.tokens * recipe.packing.rows
+    apply(model, Options(activations=recipe.memory.activations, tokens=tokens, compute_dtype=autocast))
+    for decision in run_decisions(recipe, model):
+        console.print(f"  {decision}")
+
+    record = describe_run(recipe, model, device, train_rows, eval_rows)
+    return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record).run(checkpoint, autocast)
+
+
+def prepare_rows(recipe: Recipe, source: str, tokenizer: Any, console: Console) -> Rows:
+    """Read, tokenise and pack ``source``, and print what became of it."""
+    with console.status(f"reading {source}") if console.is_terminal else _nothing():
+        max_length = recipe.data.max_length or recipe.packing.tokens
+        tokenised = tokenise(source, recipe.data, tokenizer, max_length=max_length)
+        lengths = tokenised.lengths
+        capacity, seed, window = recipe.packing.tokens, recipe.train.seed, recipe.packing.window
+        packed = pack(lengths, capacity, seed=seed, window=window)
+        rows = pack_dataset(tokenised.documents, capacity, seed=seed, window=window)
+    report = PackingReport.of(lengths, packed, capacity)
+    console.print(f"{source}:")
+    for line in tokenised.account.lines():
+        console.print(f"  {line}")
+    if not recipe.packing.enabled:
+        console.print(f"  not packed: {report.documents:,} documents, one a row, padded")
+        return Rows(tokenised, tokenised.documents, report, length_histogram(lengths))
+    console.print(
+        f"  packed into {report.rows:,} rows of {capacity:,} tokens: {report.fill:.1%} full, "
+        f"{report.padding_tokens:,} tokens of padding (padded batches: {report.padded_tokens:,} tokens in all, "
+        f"{report.padded_tokens / report.tokens:.2f}x)"
+    )
+    return Rows(tokenised, rows, report, length_histogram(lengths))
+
+
+def build_model(recipe: Recipe, device: torch.device) -> Any:
+    """The base model on ``device``, with its adapter where the recipe has one."""
+    model = load_model(recipe.model, recipe.load, trainable=recipe.adapter.kind == "none", device=device)
+    if recipe.packing.enabled:
+        possible = packing_decision(model)
+        if not possible.on:
+            raise InputError(f"{recipe.model} can't be trained packed: {possible.reason}")
+    if recipe.adapter.kind == "lora":
+        model = add_adapter(model, recipe.adapter, seed=recipe.train.seed)
+    return model
+
+
+def run_decisions(recipe: Recipe, model: nn.Module) -> list[Decision]:
+    """What ``apply`` decided, corrected by what the recipe switches off."""
+    if recipe.packing.enabled:
+        return decisions(model)
+    off = Decision("packing", False, "packing.enabled: false; documents are padded, one a row")
+    return [off if decision.name == "packing" else decision for decision in decisions(model)]
+
+
+class _Training:
+    """Stages 6 and 7: one run from its first evaluation to its report."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        model: Any,
+        tokenizer: Any,
+        train_rows: Rows,
+        eval_rows: Rows | None,
+        console: Console,
+        record: dict[str, Any],
+    ) -> None:
+        self.recipe, self.folder, self.model, self.tokenizer = recipe, folder, model, tokenizer
+        self.train_rows, self.eval_rows, self.console, self.record = train_rows, eval_rows, console, record
+        self.step_log, self.eval_log = StepLog(folder.steps), EvalLog(folder.evals)
+        self.stop = StopRequest()
+
+    def run(self, checkpoint: Path | None, autocast: torch.dtype) -> RunSummary:
+        """Train to the end or to the first signal, and leave everything in the run folder."""
+        trainer = self._trainer(autocast)
+        if checkpoint is not None:
+            self._go_on(checkpoint)
+        self.folder.write_run(self.record)
+        began = time.perf_counter()
+        with self._outcome_recorded(), self.stop.listening():
+            if self.eval_rows is not None and checkpoint is None:
+                self.record["eval_before"] = self._evaluate(trainer, "before training")
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        return self._finish(trainer, time.perf_counter() - began)
+
+    def _trainer(self, autocast: torch.dtype) -> Trainer:
+        recipe = self.recipe
+        tokens, rows = recipe.packing.tokens * recipe.packing.rows, recipe.packing.rows
+        args = training_arguments(
+            recipe.train,
+            self.folder.checkpoints,
+            rows=rows,
+            has_eval=self.eval_rows is not None,
+            cpu=not torch.cuda.is_available(),
+        )
+        trainer = Trainer(
+            self.model,
+            args,
+            data_collator=PackedCollator(tokens=tokens) if recipe.packing.enabled else PaddedCollator(),
+            train_dataset=self.train_rows.rows,
+            eval_dataset=None if self.eval_rows is None else self.eval_rows.rows,
+            processing_class=self.tokenizer,
+            compute_dtype=None if autocast == torch.float32 else autocast,
+            step_log=self.step_log,
+            on_eval=self._record_eval,
+            callbacks=[KeepBest(), self.stop, ProgressBar(self.console, self.step_log)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    def _go_on(self, checkpoint: Path) -> None:
+        step = checkpoint_step(checkpoint)
+        before = self.folder.read_run()
+        for key in ("started", "eval_before"):
+            self.record[key] = before.get(key)
+        self.step_log.resume(step)
+        self.eval_log.resume(step)
+        self.console.print(f"going on from step {step:,} ({checkpoint})")
+
+    def _evaluate(self, trainer: Trainer, when: str) -> float:
+        loss = float(trainer.evaluate()["eval_loss"])
+        self.console.print(f"held-out loss {when}: {loss:.4f}")
+        return loss
+
+    def _record_eval(self, record: EvalRecord) -> None:
+        self.eval_log.append(record)
+        if record.step:
+            self.console.print(f"held-out loss after step {record.step:,}: {record.loss:.4f}")
+
+    @contextmanager
+    def _outcome_recorded(self) -> Iterator[None]:
+        """Whatever ends the training, run.json says how."""
+        outcome = "failed"
+        try:
+            yield
+            outcome = "interrupted" if self.stop.signal is not None else "finished"
+        except KeyboardInterrupt:
+            outcome = "interrupted"
+            raise
+        finally:
+            self.record.update(outcome=outcome, finished=_now())
+            self.folder.write_run(self.record)
+
+    def _finish(self, trainer: Trainer, seconds: float) -> RunSummary:
+        records = read_records(self.folder.path)
+        interrupted = self.record["outcome"] == "interrupted"
+        if not interrupted:
+            self._save_result()
+        evals = [evaluation for evaluation in records.evals if evaluation.step]
+        if evals:
+            self.record["eval_after"] = evals[-1].loss
+            best = min(evals, key=lambda evaluation: evaluation.loss)
+            self.record["best"] = {"step": best.step, "loss": best.loss}
+        self.folder.write_run(self.record)
+        report = write_report(self.folder.path)
+        steady = records.steps[1:] or records.steps
+        speed = sum(step.tokens for step in steady) / max(sum(step.seconds for step in steady), 1e-9)
+        summary = RunSummary(
+            run_folder=self.folder.path,
+            interrupted=interrupted,
+            steps=trainer.state.global_step,
+            seconds=seconds,
+            tokens_per_second=speed,
+            packing=self.train_rows.report,
+            eval_before=self.record.get("eval_before"),
+            eval_after=self.record.get("eval_after"),
+            report=report,
+        )
+        self._print(summary)
+        return summary
+
+    def _save_result(self) -> None:
+        lora = self.recipe.adapter.kind == "lora"
+        target = self.folder.adapter if lora else self.folder.model
+        restore(self.model)
+        self.model.save_pretrained(target)
+        self.tokenizer.save_pretrained(target)
+        self.console.print(f"{'adapter' if lora else 'model'} saved in {target}")
+
+    def _print(self, summary: RunSummary) -> None:
+        say = self.console.print
+        say(f"{summary.steps:,} steps in {clock(summary.seconds)}, {summary.tokens_per_second:,.0f} tokens/s")
+        say(f"report: {summary.report}")
+        if summary.interrupted:
+            say(f"interrupted and saved after step {summary.steps:,}; go on with the same command and --resume")
+
+
+# ------------------------------------------------------------------------------------------------ other commands
+
+
+def show_data(recipe: Recipe, *, rows: int, console: Console) -> dict[str, Any]:
+    """Print the first ``rows`` packed rows: each document's text, its bounds, and which tokens are learned."""
+    quiet_libraries()
+    tokenizer = load_tokenizer(recipe.model, recipe.load)
+    prepared = prepare_rows(recipe, recipe.data.train, tokenizer, console)
+    return preview(prepared.rows, tokenizer, rows=rows, console=console)
+
+
+def generate(
+    run_folder: str,
+    *,
+    prompt: str,
+    system: str | None,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    console: Console,
+) -> str:
+    """Answer ``prompt`` with the model a run has tuned (an interrupted run: with its last checkpoint)."""
+    quiet_libraries()
+    folder = RunFolder.open(Path(run_folder))
+    recipe = recipe_of(folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    source = folder.adapter if recipe.adapter.kind == "lora" else folder.model
+    if not source.is_dir():
+        source = last_checkpoint(folder.checkpoints)
+        console.print(f"the run isn't finished: using {source}")
+    tokenizer = load_tokenizer(str(source), recipe.load)
+    if recipe.adapter.kind == "lora":
+        model = load_adapter(load_model(recipe.model, recipe.load, device=device), source)
+    else:
+        model = load_model(str(source), replace(recipe.load, revision=None), device=device)
+    return generate_text(
+        model, tokenizer, prompt, system=system, max_tokens=max_tokens, temperature=temperature, seed=seed
+    )
+
+
+# ------------------------------------------------------------------------------------------------ run.json
+
+
+def describe_run(
+    recipe: Recipe, model: nn.Module, device: torch.device, train_rows: Rows, eval_rows: Rows | None
+) -> dict[str, Any]:
+    """What run.json holds before the first step."""
+    summary = trainable_summary(model)
+    sets = {"train": train_rows, "eval": eval_rows}
+    return {
+        "format": 1,
+        "slipstream": version("slipstream"),
+        "started": _now(),
+        "finished": None,
+        "outcome": "running",
+        "recipe": recipe.to_dict(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
+        "device": asdict(describe(device)),
+        "decisions": [asdict(decision) for decision in run_decisions(recipe, model)],
+        "data": {name: rows and asdict(rows.tokenised.account) for name, rows in sets.items()},
+        "packing": {
+            name: rows and {**asdict(rows.report), "length_histogram": rows.histogram} for name, rows in sets.items()
+        },
+        "parameters": {"trainable": summary.trainable, "total": summary.total},
+        "eval_before": None,
+        "eval_after": None,
+        "best": None,
+    }
+
+
+def recipe_of(folder: RunFolder) -> Recipe:
+    """The recipe that a run was started with."""
+    from slipstream.recipe import recipe_from_dict
+
+    return recipe_from_dict(folder.read_run()["recipe"])
+
+
+def length_histogram(lengths: np.ndarray) -> dict[str, list[int]]:
+    """Documents by length in tokens: ``edges`` (one more than ``counts``) and ``counts``."""
+    counts, edges = np.histogram(lengths, bins=min(24, max(1, len(np.unique(lengths)))))
+    return {"edges": [round(edge) for edge in edges], "counts": counts.tolist()}
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' own bars and notices out of the way; warnings and errors stay."""
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def _checkpoint_to_resume(folder: RunFolder, recipe: Recipe) -> Path:
+    before, now = _flat(folder.read_run()["recipe"]), _flat(recipe.to_dict())
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    refused = [key for key in changed if key not in FREE_TO_CHANGE]
+    if refused:
+        key = refused[0]
+        raise InputError(
+            f"{key} was {before.get(key)!r} when the run in '{folder.path}' began and is {now.get(key)!r} now; a resumed "
+            f"run must learn from the same things: set it back, or start another run with another output"
+        )
+    return last_checkpoint(folder.checkpoints)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and key != "fields":
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _refuse_several_processes() -> None:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        raise InputError(f"started as {world} processes > 1; slipstream train runs on one device for now: start it alone")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

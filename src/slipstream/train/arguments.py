@@ -1,0 +1,61 @@
+"""``TrainOptions`` in transformers' words, and the callback that keeps the best checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from slipstream.train.options import TrainOptions
+
+NEVER = 2**31
+"""An interval that no run reaches: transformers still evaluates and saves once at the end."""
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+def training_arguments(
+    options: TrainOptions, checkpoints: Path, *, rows: int, has_eval: bool, cpu: bool
+) -> TrainingArguments:
+    """``options`` as transformers' ``TrainingArguments``; ``rows``: examples in a batch."""
+    return TrainingArguments(
+        output_dir=str(checkpoints),
+        max_steps=options.steps or -1,
+        num_train_epochs=options.epochs,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=options.accumulate,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type=SCHEDULES[options.schedule],
+        warmup_steps=options.warmup,
+        optim="adamw_torch_fused",
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.clip,
+        seed=options.seed,
+        data_seed=options.seed,
+        eval_strategy="steps" if has_eval else "no",
+        eval_steps=(options.eval_every or NEVER) if has_eval else None,
+        save_strategy="steps",
+        save_steps=options.save_every or NEVER,
+        save_total_limit=options.keep,
+        metric_for_best_model="loss" if has_eval else None,
+        greater_is_better=False if has_eval else None,
+        logging_strategy="steps" if options.trackers else "no",
+        logging_steps=1,
+        report_to=list(options.trackers) or "none",
+        use_cpu=cpu,
+        dataloader_num_workers=0 if cpu else 2,
+        dataloader_pin_memory=not cpu,
+        disable_tqdm=True,
+        log_level="error",
+    )
+
+
+class KeepBest(TrainerCallback):  # type: ignore[misc]
+    """Saves a checkpoint whenever an evaluation beats all before it; transformers then keeps that one besides."""
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> TrainerControl:
+        """Asks for a checkpoint of the step just evaluated, if it is the best."""
+        loss = named["metrics"].get("eval_loss")
+        if state.global_step and loss is not None and (state.best_metric is None or loss < state.best_metric):
+            control.should_save = True
+        return control

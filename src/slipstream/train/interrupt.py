@@ -1,0 +1,45 @@
+"""Ctrl-C and SIGTERM: finish the step at hand, save, and stop.
+
+The first signal asks; a second Ctrl-C means it and raises ``KeyboardInterrupt``. Handlers are put back on leaving.
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class StopRequest(TrainerCallback):  # type: ignore[misc]
+    """Saves and stops the training at the end of the step during which a signal came."""
+
+    def __init__(self) -> None:
+        """No signal has come yet."""
+        self.signal: signal.Signals | None = None
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        """Asks the trainer to save and stop, if a signal came."""
+        if self.signal is not None:
+            control.should_save = True
+            control.should_training_stop = True
+            control.should_evaluate = False
+        return control
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listen to SIGINT and SIGTERM inside the context."""
+        before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _ask(self, number: int, _: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)

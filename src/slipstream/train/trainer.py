@@ -1,0 +1,247 @@
+"""``Trainer``: ``transformers.Trainer`` with the packed step, token-weighted, and no host sync in it.
+
+Distribution, saving, resuming and trackers stay transformers' and accelerate's. What differs:
+
+- batches go to the device asynchronously, and ``Segments`` with them, once;
+- the loss is summed over learned tokens and divided by those of the whole optimizer step;
+- nothing in a step asks the device for a value: the NaN filter, per-step logging and FLOP counting of the base class
+  do, so they are off, and scalars arrive some steps late through ``StepLog``;
+- evaluation averages over learned tokens, where the base class averages batches.
+
+The alternative, a loop of our own, would be shorter and would have to learn DDP, FSDP and resuming again.
+"""
+
+import copy
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
+
+from slipstream.device.segments import Segments
+from slipstream.train.loss import learned_tokens, summed_cross_entropy
+from slipstream.train.records import EvalRecord, StepLog, StepRecord
+
+
+@dataclass
+class _StepTally:
+    """What one optimizer step has gone through so far."""
+
+    tokens: int = 0
+    documents: int = 0
+    padding: int = 0
+    loss: torch.Tensor | None = None
+    learned: torch.Tensor | None = None
+    grad_norm: torch.Tensor | None = None
+    learning_rate: float = 0.0
+
+    def add(self, inputs: dict[str, Any], loss: torch.Tensor, learned: torch.Tensor) -> None:
+        rows, width = inputs["input_ids"].shape
+        segments: Segments | None = inputs.get("segments")
+        if segments is not None:
+            self.documents += len(segments.lengths)
+            self.padding += segments.padding
+            self.tokens += segments.total - segments.padding
+        else:  # padded batches: where padding begins is only known on the device, so the row is counted whole
+            self.documents += rows
+            self.tokens += rows * width
+        self.loss = loss if self.loss is None else self.loss + loss
+        self.learned = learned
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """``transformers.Trainer`` with the packed, sync-free step; same arguments, and three more.
+
+    Give it ``slipstream.apply(model)``, rows from ``slipstream.pack_dataset`` and a ``slipstream.PackedCollator``
+    (``per_device_train_batch_size`` packed rows must fit the collator's tokens).
+
+    ``compute_dtype``: layers run under autocast in this dtype (None: in the weights' dtype, or as ``args.bf16`` says).
+    ``step_log``: where a ``StepRecord`` a step goes. ``on_eval``: called with each evaluation's ``EvalRecord``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *positional: Any,
+        compute_dtype: torch.dtype | None = None,
+        step_log: StepLog | None = None,
+        on_eval: Callable[[EvalRecord], None] | None = None,
+        **named: Any,
+    ) -> None:
+        """See the class."""
+        self.log_every = _log_interval(args)
+        args = _without_syncs(args)
+        super().__init__(model, args, *positional, **named)
+        self.model_accepts_loss_kwargs = True  # the loss is divided by num_items_in_batch here, not by accumulation
+        self.compute_dtype = compute_dtype
+        self.step_log = step_log or StepLog(None)
+        self.step_log.on_record = self._log_record
+        self.on_eval = on_eval
+        self._tally = _StepTally()
+        self._step_began = time.perf_counter()
+        self.add_callback(_Recorder(self))
+
+    # ------------------------------------------------------------------------------------------------- the step
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Summed cross-entropy over the learned tokens of the whole optimizer step (0-d float32)."""
+        labels = inputs["labels"]
+        with self._autocast(labels.device):
+            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        learned = learned_tokens(labels) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        loss = summed_cross_entropy(outputs.logits, labels) / learned.clamp(min=1)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # gradients are averaged over ranks, the count is their sum
+        if model.training:
+            self._tally.add(inputs, loss.detach(), learned)
+        return (loss, outputs) if return_outputs else loss
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """0: the base class walks all parameters on the host every step to fill a number that no record uses."""
+        return 0
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        if self.compute_dtype is None:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.compute_dtype)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self._tally.grad_norm = torch.as_tensor(norm)
+        return norm
+
+    # ------------------------------------------------------------------------------------------------- evaluation
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Loss for each learned token of the evaluation set, in nats: ``{prefix}_loss``, ``{prefix}_learned_tokens``."""
+        eval_dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(eval_dataset, dict):
+            return {
+                name: value
+                for key, part in eval_dataset.items()
+                for name, value in self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{key}").items()
+            }
+        began = time.perf_counter()
+        total, count = self._eval_sums(eval_dataset)
+        record = EvalRecord(self.state.global_step, total / max(count, 1), count, time.perf_counter() - began)
+        if self.on_eval is not None:
+            self.on_eval(record)
+        metrics = {
+            f"{metric_key_prefix}_loss": record.loss,
+            f"{metric_key_prefix}_learned_tokens": record.learned_tokens,
+            f"{metric_key_prefix}_runtime": record.seconds,
+        }
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    @torch.no_grad()
+    def _eval_sums(self, eval_dataset: Any) -> tuple[float, int]:
+        was_training = self.model.training
+        self.model.eval()
+        loss = torch.zeros((), device=self.args.device)
+        count = torch.zeros((), device=self.args.device, dtype=torch.int64)
+        for inputs in self.get_eval_dataloader(eval_dataset):
+            inputs = self._prepare_inputs(inputs)
+            labels = inputs.pop("labels")
+            with self._autocast(labels.device):
+                loss += summed_cross_entropy(self.model(**inputs).logits, labels)
+            count += learned_tokens(labels)
+        self.model.train(was_training)
+        loss, count = self.accelerator.reduce((loss, count), reduction="sum")
+        self._step_began = time.perf_counter()
+        return float(loss), int(count)
+
+    # ------------------------------------------------------------------------------------------------- records
+
+    def _save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+        self.step_log.drain()  # a checkpoint's step is on disk before the checkpoint is
+        super()._save_checkpoint(*arguments, **named)
+        self._step_began = time.perf_counter()
+
+    def _push_record(self) -> None:
+        """Hand the step's numbers to the log; scalars leave the device asynchronously."""
+        tally, self._tally = self._tally, _StepTally()
+        now = time.perf_counter()
+        assert tally.loss is not None and tally.learned is not None and tally.grad_norm is not None
+        fields = {
+            "step": self.state.global_step,
+            "epoch": self.state.epoch or 0.0,
+            "learning_rate": tally.learning_rate,
+            "tokens": tally.tokens,
+            "documents": tally.documents,
+            "padding_tokens": tally.padding,
+            "seconds": now - self._step_began,
+            "memory_bytes": torch.cuda.max_memory_allocated() if self.args.device.type == "cuda" else None,
+        }
+        self._step_began = now
+        scalars = {"loss": tally.loss, "grad_norm": tally.grad_norm, "learned_tokens": tally.learned}
+        self.step_log.push(fields, scalars)
+
+    def _log_record(self, record: StepRecord) -> None:
+        """Pass a record that has arrived to the base class's log and trackers, at the interval the user asked for."""
+        if self.log_every and record.step % self.log_every == 0:
+            self.log(
+                {
+                    "loss": record.loss,
+                    "grad_norm": record.grad_norm,
+                    "learning_rate": record.learning_rate,
+                    "at_step": record.step,
+                }
+            )
+
+
+class _Recorder(TrainerCallback):  # type: ignore[misc]
+    """Calls the trainer's record keeping at the right moments of a step."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.trainer._step_began = time.perf_counter()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        self.trainer._tally.learning_rate = float(named["optimizer"].param_groups[0]["lr"])
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.trainer._push_record()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.trainer.step_log.drain()
+
+
+def _log_interval(args: TrainingArguments | None) -> int:
+    """Steps between logs that ``args`` ask for; 0 for none."""
+    if args is None or args.logging_strategy != IntervalStrategy.STEPS:
+        return 0
+    return max(1, int(args.logging_steps))
+
+
+def _without_syncs(args: TrainingArguments | None) -> TrainingArguments:
+    """A copy of ``args`` without what makes the host wait in a step or drops our batch's parts."""
+    args = copy.deepcopy(args) if args is not None else TrainingArguments()
+    args.logging_strategy = IntervalStrategy.NO  # reads the loss on the host; StepLog does it asynchronously
+    args.logging_nan_inf_filter = False  # looks at every loss
+    args.remove_unused_columns = False  # would drop seq_lengths
+    args.per_device_eval_batch_size = args.per_device_train_batch_size  # what fits the collator
+    args.accelerator_config.dispatch_batches = False  # joins batches of several ranks, which segments can't
+    args.accelerator_config.non_blocking = True
+    args._n_gpu = min(args.n_gpu, 1)  # one process a device: DataParallel would split a packed row
+    return args
