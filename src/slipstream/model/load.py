@@ -1,7 +1,34 @@
-"""Models and tokenizers from a hub id, a folder or a GGUF file (to be filled)."""
+"""Models and tokenizers from a hub id, a local folder or a GGUF file.
 
+Everything is left to transformers' own loaders; what is added is that a wrong input is told in one sentence, before
+weights are read where possible, and that weights the checkpoint lacks are an error. (transformers fills them with
+random numbers and a warning: a training run would start from noise.) A GGUF file is replaced by its converted folder.
+
+    1. locate   ``_locate``          what the user wrote → a folder, or a hub id
+    2. config   ``_causal_config``   known, causal, no code of its own unless asked
+    3. weights  ``load_model``       in the dtype asked for, complete, on the device
+
+transformers and torch are imported where they are used: a recipe is checked without waiting for them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from slipstream.cost.hardware import compute_dtype, describe
+from slipstream.errors import InputError
+from slipstream.model import gguf
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+KINDS = "give a hub id (owner/name), a model folder, or a GGUF file"
+REMOTE_CODE = "read that code, then set load.trust_remote_code: true, or use a model that transformers knows"
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken", "*.spm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,3 +43,233 @@ class LoadOptions:
     """Weight quantisation; only ``none`` is available yet."""
     trust_remote_code: bool = False
     """Run the model repository's own Python code."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What the user's ``model`` means: a GGUF ``file``, or a name that transformers loads (a folder if ``local``)."""
+
+    name: str
+    local: bool
+    file: gguf.GgufFile | None = None
+
+    def in_dtype(self, dtype: str) -> str:
+        """The folder or hub id to load weights from."""
+        return self.name if self.file is None else str(gguf.model_folder(self.file, dtype))
+
+    def of_tokenizer(self) -> str:
+        """The folder or hub id to load the tokenizer from."""
+        return self.name if self.file is None else str(gguf.tokenizer_folder(self.file))
+
+
+def load(
+    model: str, options: LoadOptions, *, trainable: bool = False, device: "torch.device | str" = "cpu"
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Model and tokenizer; see ``load_model`` and ``load_tokenizer``."""
+    source = _locate(model)
+    tokenizer = _tokenizer(source, options)  # first: it is cheap, and what is wrong with it is then known early
+    return _model(source, options, trainable, device), tokenizer
+
+
+def load_model(
+    model: str, options: LoadOptions, *, trainable: bool = False, device: "torch.device | str" = "cpu"
+) -> "PreTrainedModel":
+    """A causal language model on ``device``, in evaluation mode.
+
+    ``trainable`` says that all weights will be trained: ``dtype: auto`` then keeps them in float32, since bf16 has too
+    few digits for small updates, and the trainer computes in the device's dtype by autocast. Raises ``InputError``.
+    """
+    return _model(_locate(model), options, trainable, device)
+
+
+def load_tokenizer(model: str, options: LoadOptions) -> "PreTrainedTokenizerBase":
+    """The tokenizer of ``model``; it may lack a padding token, since packed rows need none. Raises ``InputError``."""
+    return _tokenizer(_locate(model), options)
+
+
+def resolve_dtype(options: LoadOptions, trainable: bool, device: "torch.device | str") -> str:
+    """The weights' dtype by name, with ``auto`` resolved for the device."""
+    if options.dtype != "auto":
+        return options.dtype
+    return "float32" if trainable else compute_dtype(describe(device))
+
+
+def _model(source: _Source, options: LoadOptions, trainable: bool, device: "torch.device | str") -> "PreTrainedModel":
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = resolve_dtype(options, trainable, device)
+    with _quiet(source), _explained(source.name):
+        name = source.in_dtype(dtype)
+        config = _causal_config(name, source, options)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=getattr(torch, dtype), output_loading_info=True, **_arguments(options)
+        )
+    _refuse_missing(source.name, sorted(info["missing_keys"]))
+    loaded: PreTrainedModel = model.to(device)
+    return loaded
+
+
+def _tokenizer(source: _Source, options: LoadOptions) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
+
+    if source.local and source.file is None and not _has_any(Path(source.name), TOKENIZER_FILES):
+        raise InputError(
+            f"model: {source.name} has no tokenizer ({', '.join(TOKENIZER_FILES[:3])}, ...); "
+            "copy the tokenizer files of the base model into it"
+        )
+    with _quiet(source), _explained(source.name):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.of_tokenizer(), **_arguments(options))
+    return tokenizer
+
+
+def _arguments(options: LoadOptions) -> dict[str, Any]:
+    return {"revision": options.revision or "main", "trust_remote_code": options.trust_remote_code}
+
+
+# 1. locate
+
+
+def _locate(model: str) -> _Source:
+    """Tell a folder, a GGUF file and a hub id apart, and check what can be checked without loading."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        _check_folder(path)
+        return _Source(str(path), local=True)
+    if path.is_file():
+        return _Source(str(path), local=True, file=gguf.open_gguf(path))
+    if _looks_local(model):
+        raise InputError(f"model: {model} does not exist; {KINDS}")
+    return _Source(model, local=False)
+
+
+def _looks_local(model: str) -> bool:
+    """Whether a name that does not exist on disk can only have been meant as a path: hub ids are ``owner/name``."""
+    return model.startswith((".", "/", "~")) or model.endswith(gguf.SUFFIX) or model.count("/") > 1 or "\\" in model
+
+
+def _check_folder(path: Path) -> None:
+    """``InputError`` for a folder that holds no model."""
+    if not (path / "config.json").is_file():
+        raise InputError(f"model: {path} has no config.json; {_meant_instead(path)}")
+    if not _has_any(path, WEIGHT_FILES):
+        raise InputError(
+            f"model: {path} has no weights ({' or '.join(WEIGHT_FILES)}); "
+            "give the folder that save_pretrained wrote, or download the model again"
+        )
+
+
+def _meant_instead(path: Path) -> str:
+    if (path / "adapter_config.json").is_file():
+        return "it holds an adapter: give its base model, or merge the adapter into one"
+    files = sorted(path.glob(f"*{gguf.SUFFIX}"))
+    return f"give the GGUF file itself, {files[0]}" if files else KINDS
+
+
+def _has_any(path: Path, patterns: tuple[str, ...]) -> bool:
+    return any(True for pattern in patterns for _ in path.glob(pattern))
+
+
+# 2. config
+
+
+def _causal_config(name: str, source: _Source, options: LoadOptions) -> "PreTrainedConfig":
+    """The model's config, if it is of a causal language model that may be loaded."""
+    from transformers import AutoConfig, PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    raw, _ = PreTrainedConfig.get_config_dict(name, revision=options.revision or "main")
+    model_type, own_code = raw.get("model_type"), "AutoModelForCausalLM" in raw.get("auto_map", {})
+    if model_type not in CONFIG_MAPPING and not own_code:
+        raise InputError(
+            f"model: {source.name} is of type {model_type!r}, which this version of transformers does not know; "
+            "upgrade transformers, or use another model"
+        )
+    if model_type not in CONFIG_MAPPING and not options.trust_remote_code:
+        raise InputError(f"model: {source.name} (type {model_type!r}) brings its own code; {REMOTE_CODE}")
+    config: PreTrainedConfig = AutoConfig.from_pretrained(name, **_arguments(options))
+    if not _is_causal(config) and not (own_code and options.trust_remote_code):
+        raise InputError(
+            f"model: {source.name} ({', '.join(config.architectures or [str(model_type)])}) is not a causal language "
+            "model; use a model whose architecture ends in ForCausalLM"
+        )
+    return config
+
+
+def _is_causal(config: "PreTrainedConfig") -> bool:
+    """Whether transformers has a causal model for the config, and the checkpoint was not trained as another kind.
+
+    (Encoders such as BERT have a causal class too, but their weights were learned with attention both ways.)
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    masked = any(name.endswith("ForMaskedLM") for name in config.architectures or [])
+    encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not masked and not encoder_decoder
+
+
+# 3. weights
+
+
+def _refuse_missing(name: str, missing: list[str]) -> None:
+    if missing:
+        raise InputError(
+            f"model: the checkpoint {name} lacks {len(missing)} of the model's weights, e.g. {missing[0]}; "
+            "use a checkpoint of the whole causal language model"
+        )
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn what the loaders raise about a user's model into ``InputError``; anything else passes."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except InputError:
+        raise
+    except SafetensorError as error:
+        raise InputError(f"model: a weight file of {name} is damaged ({error}); download it again") from error
+    except (OSError, ImportError, ValueError) as error:
+        raise InputError(f"model: {name} {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Reason and remedy, by the hub's exception that lies under transformers' own."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    cause = error.__cause__
+    if isinstance(cause, GatedRepoError):
+        return "is gated: accept its terms on its hub page and run `hf auth login`, or give a local folder"
+    if isinstance(cause, RepositoryNotFoundError):
+        return "is neither a folder here nor a model on the hub; check the name, run `hf auth login` if it is private"
+    if isinstance(cause, RevisionNotFoundError):
+        return "has no such revision; set load.revision to a branch, tag or commit of it"
+    if isinstance(cause, LocalEntryNotFoundError):
+        return (
+            "is no folder here, and the hub cannot be reached; check the network, run `hf auth login` if the model is "
+            "gated, or give a local folder"
+        )
+    if "trust_remote_code" in str(error):
+        return f"brings its own code; {REMOTE_CODE}"
+    return f"cannot be loaded ({' '.join(str(error).split())}); check the files, or use another model"
+
+
+@contextmanager
+def _quiet(source: _Source) -> Iterator[None]:
+    """Keep the loaders' progress bars away while local files load; a download keeps its own."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    if source.local:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if source.local and shown:
+            logging.enable_progress_bar()

@@ -1,9 +1,32 @@
-"""Low-rank adapters through peft (to be filled)."""
+"""Low-rank adapters through peft: which modules get one, and what is trained in the end.
 
+peft has its own ``all-linear``, but it takes whatever is linear: a router, an expert's matrices where they are modules,
+a projection outside the layers. Here the dense linear layers of the decoder are listed by name and peft is given that
+list, so that what is trained is known before it is built. peft also ignores a target that matches nothing as long as
+another matches; here each must match, or the user hears of it. The alternative, patterns for each model family, would
+be shorter to write down and wrong for the next family.
+
+What is left alone (mixture of experts): everything under a module called ``experts`` or of a class ``*Experts``; a
+``router``; a ``gate`` that stands beside experts; the ``shared_expert_gate``. Shared experts see every token: dense.
+"""
+
+import re
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
+
+from slipstream.errors import InputError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import nn
+    from transformers import PreTrainedModel
+
+ALL_LINEAR = "all-linear"
+SHOWN_NAMES = 12
+"""How many existing names an error lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +43,7 @@ class AdapterOptions:
     """Dropout on the adapters' input."""
     rslora: bool = False
     """Rank-stabilised scaling."""
-    targets: str | list[str] = "all-linear"
+    targets: str | list[str] = ALL_LINEAR
     """Module names to adapt; ``all-linear`` means the dense linear layers, leaving experts and router alone."""
     experts: Literal[False] = False
     """Adapters on experts; not available yet."""
@@ -28,3 +51,215 @@ class AdapterOptions:
     """Train the router; not available yet."""
     modules_to_save: list[str] = field(default_factory=list)
     """Modules trained whole and saved beside the adapter, e.g. ``lm_head``."""
+
+
+@dataclass(frozen=True)
+class TrainableGroup:
+    """Trainable parameters of one name, over all layers."""
+
+    name: str
+    """The parameters' name with layer numbers as ``*``, e.g. ``model.layers.*.self_attn.q_proj.lora_A``."""
+    tensors: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class TrainableSummary:
+    """What of a model is trained."""
+
+    trainable: int
+    """Trainable parameters (numbers, not tensors)."""
+    total: int
+    """All parameters."""
+    groups: tuple[TrainableGroup, ...]
+    """The trainable ones by name, in the model's order."""
+
+    def __str__(self) -> str:
+        share = self.trainable / self.total if self.total else 0.0
+        return f"{self.trainable:,} of {self.total:,} parameters trainable ({share:.2%})"
+
+
+def add_adapter(model: "PreTrainedModel", options: AdapterOptions, *, seed: int) -> "PeftModel":
+    """Wrap the model with fresh low-rank adapters (float32, as is peft's default); the base weights are frozen.
+
+    The same seed gives the same adapters whatever was drawn before, and the random generators are left as they were.
+    Raises ``InputError`` for a target or a ``modules_to_save`` that matches nothing.
+    """
+    import torch
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    assert options.kind == "lora"
+    _check_saved(model, options.modules_to_save)
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        use_rslora=options.rslora,
+        target_modules=resolve_targets(model, options),
+        modules_to_save=list(options.modules_to_save) or None,
+    )
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        adapted: PeftModel = get_peft_model(model, config)
+    return adapted
+
+
+def resolve_targets(model: "PreTrainedModel", options: AdapterOptions) -> list[str]:
+    """Full names of the modules that get an adapter, in the model's order. Raises ``InputError``.
+
+    A target is a module's name or the end of one after a dot (``q_proj``, ``self_attn.q_proj``), as in peft.
+    """
+    names = _names(options.targets)
+    if names == [ALL_LINEAR]:
+        return _all_linear(model, options)
+    candidates = _adaptable(model, options)
+    for name in names:
+        if not any(_ends_with(module, name) for module in candidates):
+            raise InputError(_no_match(model, name, candidates))
+    return [module for module in candidates if any(_ends_with(module, name) for name in names)]
+
+
+def trainable_summary(model: "nn.Module") -> TrainableSummary:
+    """Count what is trained, and list it by name."""
+    counts: dict[str, tuple[int, int]] = {}
+    total = 0
+    for name, parameter in model.named_parameters():
+        total += parameter.numel()
+        if parameter.requires_grad:
+            group = _group_name(name)
+            tensors, parameters = counts.get(group, (0, 0))
+            counts[group] = (tensors + 1, parameters + parameter.numel())
+    groups = tuple(TrainableGroup(name, *count) for name, count in counts.items())
+    return TrainableSummary(sum(group.parameters for group in groups), total, groups)
+
+
+def _group_name(parameter: str) -> str:
+    """``base_model.model.model.layers.3.mlp.up_proj.lora_A.default.weight`` → ``model.layers.*.mlp.up_proj.lora_A``."""
+    name = parameter.removeprefix("base_model.model.")
+    name = re.sub(r"\.(lora_\w+)\.[^.]+(\.weight)?$", r".\1", name)
+    name = re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+# Which modules
+
+
+def _names(targets: str | list[str]) -> list[str]:
+    """The targets as a list: a string may hold several, separated by commas."""
+    parts = targets.split(",") if isinstance(targets, str) else targets
+    names = [part.strip() for part in parts if part.strip()]
+    if not names:
+        raise InputError(
+            f"adapter.targets: {targets!r} names nothing; use {ALL_LINEAR}, or names such as q_proj, v_proj"
+        )
+    if ALL_LINEAR in names and len(names) > 1:
+        raise InputError(f"adapter.targets: {ALL_LINEAR} stands for all of them; use it alone, or names without it")
+    return names
+
+
+def _all_linear(model: "PreTrainedModel", options: AdapterOptions) -> list[str]:
+    """The dense linear layers: those in a numbered layer, but for the output head."""
+    head = model.get_output_embeddings()
+    modules = dict(model.named_modules())
+    found = [
+        name
+        for name in _adaptable(model, options)
+        if _is_linear(modules[name]) and modules[name] is not head and re.search(r"\.\d+\.", name)
+    ]
+    if not found:
+        raise InputError(
+            f"adapter.targets: {ALL_LINEAR} matches nothing in {type(model).__name__}; name the modules to adapt"
+        )
+    return found
+
+
+def _adaptable(model: "PreTrainedModel", options: AdapterOptions) -> list[str]:
+    """Names of the modules that may get an adapter: linear or embedding, not routed, not trained whole."""
+    from torch import nn
+
+    routed = _routed(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if (_is_linear(module) or isinstance(module, nn.Embedding))
+        and name not in routed
+        and not any(_lies_in(name, saved) for saved in options.modules_to_save)
+    ]
+
+
+def _is_linear(module: "nn.Module") -> bool:
+    """A matrix product: ``nn.Linear`` (bitsandbytes' are subclasses), or GPT-2's transposed one."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def _routed(model: "nn.Module") -> set[str]:
+    """Names of all modules that belong to experts or to a router."""
+    modules = dict(model.named_modules())
+    roots = {name for name, module in modules.items() if _holds_experts(name, module)}
+    blocks = {name.rpartition(".")[0] for name in roots}
+    roots |= {name for name in modules if _routes(name, blocks)}
+    return {name for name in modules if any(name == root or name.startswith(f"{root}.") for root in roots)}
+
+
+def _holds_experts(name: str, module: "nn.Module") -> bool:
+    own_class = type(module).__name__
+    return _leaf(name) == "experts" or (own_class.endswith("Experts") and "Shared" not in own_class)
+
+
+def _routes(name: str, blocks: set[str]) -> bool:
+    """Whether a module chooses experts; ``gate`` alone says so only beside experts."""
+    leaf = _leaf(name)
+    return leaf in ("router", "shared_expert_gate") or (leaf == "gate" and name.rpartition(".")[0] in blocks)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _ends_with(module: str, target: str) -> bool:
+    return module == target or module.endswith(f".{target}")
+
+
+def _lies_in(module: str, target: str) -> bool:
+    """Whether the module is one that ``target`` names, or lies inside one."""
+    return _ends_with(module, target) or f".{target}." in f".{module}."
+
+
+# What is wrong
+
+
+def _check_saved(model: "nn.Module", names: list[str]) -> None:
+    """``InputError`` for a ``modules_to_save`` that matches no module."""
+    modules = [name for name, _ in model.named_modules() if name]
+    for wanted in names:
+        if not any(_ends_with(name, wanted) for name in modules):
+            raise InputError(f"adapter.modules_to_save: {wanted!r} matches no module; {_nearest(wanted, modules)}")
+
+
+def _no_match(model: "nn.Module", target: str, candidates: list[str]) -> str:
+    """Why a target matches nothing that can be adapted, and what to write instead."""
+    matching = {name: module for name, module in model.named_modules() if name and _ends_with(name, target)}
+    nearest = _nearest(target, candidates)
+    if not matching:
+        parameters = [name for name, _ in model.named_parameters() if _ends_with(name, target)]
+        what = f"is a parameter ({parameters[0]}), not a module" if parameters else "matches no module"
+    elif _routed(model).issuperset(matching):
+        what = "belongs to the experts or their router, which are left alone"
+    elif any(_is_linear(module) for module in matching.values()):
+        what = "is trained whole already (adapter.modules_to_save)"
+    else:
+        what = f"is a {type(next(iter(matching.values()))).__name__}, and adapters go on linear layers and embeddings"
+    return f"adapter.targets: {target!r} {what}; {nearest}"
+
+
+def _nearest(wanted: str, names: list[str]) -> str:
+    """The remedy: the nearest names there are, and all of them by their last part."""
+    leaves = list(dict.fromkeys(_leaf(name) for name in names if not _leaf(name).isdigit()))
+    close = get_close_matches(_leaf(wanted), leaves, n=3)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    more = f", ... ({len(leaves)} in all)" if len(leaves) > SHOWN_NAMES else ""
+    return f"{hint}there is {', '.join(leaves[:SHOWN_NAMES])}{more}"
