@@ -295,7 +295,7 @@ def show_data(recipe: Recipe, *, rows: int, console: Console) -> dict[str, Any]:
     quiet_libraries()
     tokenizer = load_tokenizer(recipe.model, recipe.load)
     prepared = prepare_rows(recipe, recipe.data.train, tokenizer, console)
-    return preview(prepared.rows, tokenizer, rows=rows, console=console)
+    return preview(prepared.rows, tokenizer, rows_shown=rows, console=console)
 
 
 def generate(
