@@ -1,0 +1,151 @@
+"""Arrow data sets on disk, each under a key that says everything it was made from.
+
+Tokenising is worth doing once: the second start of a run maps the finished file. Entries are folders that appear whole
+(written beside their place, then renamed), carry a digest of their bytes, and are made anew where that doesn't hold.
+The files are plain Arrow streams that `datasets` maps, so memory stays bounded for writer and reader. `datasets`' own
+`from_generator` would also do this, but it keys by pickling the generator, tokenizer included, which is slow and
+changes with every call of a fast tokenizer; our keys are made from contents.
+
+    <HF_DATASETS_CACHE>/slipstream/<key>/rows.arrow     the rows
+                                        /entry.json     {"sha256": of rows.arrow, "note": what the writer adds}
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from slipstream.errors import InputError
+
+_ROWS, _ENTRY = "rows.arrow", "entry.json"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A finished data set and the note its writer left."""
+
+    dataset: datasets.Dataset
+    note: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ArrowCache:
+    """A folder of entries."""
+
+    folder: Path
+
+    @classmethod
+    def at(cls, folder: Path | None) -> "ArrowCache":
+        """The cache in ``folder``; none means beside the data sets that `datasets` caches."""
+        return cls(folder if folder is not None else Path(datasets.config.HF_DATASETS_CACHE) / "slipstream")
+
+    def find(self, key: str) -> CacheEntry | None:
+        """The entry under ``key``; none where there is none, or it is damaged (then it is removed)."""
+        place = self.folder / key
+        if not place.is_dir():
+            return None
+        note = _intact(place)
+        if note is None:
+            shutil.rmtree(place, ignore_errors=True)
+            return None
+        return CacheEntry(datasets.Dataset.from_file(str(place / _ROWS)), note)
+
+    def write(self, key: str, batches: Iterable[pa.RecordBatch], note: dict[str, Any]) -> CacheEntry:
+        """Writes ``batches`` (at least one, if empty) and, read when they are finished, ``note``; returns the entry.
+
+        Raises `InputError` where the disk is full or the folder can't be written. Nothing is left behind on failure.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".writing-", dir=self.folder) as made:
+                _write(Path(made), batches, note)
+                self._publish(Path(made), key)
+        except OSError as error:
+            raise self._refusal(error) from error
+        found = self.find(key)
+        assert found is not None, "what was just written can be read"
+        return found
+
+    def _publish(self, made: Path, key: str) -> None:
+        """Renames the finished folder into place; one that another process finished first stays."""
+        finished = made / "finished"
+        try:
+            finished.rename(self.folder / key)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+    def _refusal(self, error: OSError) -> Exception:
+        if error.errno in _FULL:
+            what = "no space left"
+        elif isinstance(error, PermissionError) or error.errno == errno.EROFS:
+            what = "not writable"
+        else:
+            return error
+        return InputError(
+            f"{self.folder}: {what} for the tokenised data; free some space there, or set the environment variable "
+            "HF_DATASETS_CACHE to a folder on another disk"
+        )
+
+
+def digest(*parts: object) -> str:
+    """A key (hex) for ``parts``: JSON values or bytes."""
+    total = hashlib.sha256()
+    for part in parts:
+        data = part if isinstance(part, bytes) else json.dumps(part, sort_keys=True, ensure_ascii=True).encode()
+        total.update(len(data).to_bytes(8, "little"))
+        total.update(data)
+    return total.hexdigest()[:40]
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def int32_lists(values: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> pa.ListArray:
+    """An Arrow column of int32 lists: ``values`` cut into pieces of ``lengths``."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    assert int(ends[-1]) == len(values) if len(ends) else not len(values), "the pieces cover the values"
+    offsets = np.concatenate([[0], ends]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.astype(np.int32)))
+
+
+def _write(made: Path, batches: Iterable[pa.RecordBatch], note: dict[str, Any]) -> None:
+    folder = made / "finished"
+    folder.mkdir()
+    rows = iter(batches)
+    first = next(rows)
+    with pa.OSFile(str(folder / _ROWS), "wb") as sink, pa.ipc.new_stream(sink, first.schema) as writer:
+        writer.write_batch(first)
+        for batch in rows:
+            writer.write_batch(batch)
+    entry = {"sha256": file_digest(folder / _ROWS), "note": note}
+    with (folder / _ENTRY).open("w", encoding="utf-8") as file:
+        json.dump(entry, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _intact(place: Path) -> dict[str, Any] | None:
+    """The note of the entry, or none where a file is missing, cut short or changed."""
+    try:
+        entry = json.loads((place / _ENTRY).read_text(encoding="utf-8"))
+        whole = file_digest(place / _ROWS) == entry["sha256"]
+        note = entry["note"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return note if whole and isinstance(note, dict) else None

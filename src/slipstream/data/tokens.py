@@ -1,0 +1,229 @@
+"""Rows to documents of tokens, with what is learned of each; once, then from disk.
+
+Per chunk of rows: 1. `normalise` and `Renderer.render` give text and the learned characters; 2. `Encoder.encode`
+tokenises the chunk at once and carries characters over to tokens; 3. `_Maker._cut` applies ``overlong``; 4. the pieces
+become one Arrow batch, which `ArrowCache` writes. Tokenising a chunk at a time (a fast tokenizer spreads it over
+cores) bounds memory; the alternative, `datasets.map` with several processes, is faster for sets of many millions of
+rows, but loses row numbers and mends what differs between rows into one schema.
+
+Labels are ids where learned and -100 elsewhere, not yet shifted; a document's first label is always -100.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from slipstream.data.account import Account, Books
+from slipstream.data.cache import ArrowCache, digest, int32_lists
+from slipstream.data.encode import Encoded, Encoder, tokenizer_digest
+from slipstream.data.formats import normalise, recognise
+from slipstream.data.learn import Rendered, Renderer, renderer_for
+from slipstream.data.rows import DataOptions, RawRow, RowError, Rows, read_rows
+from slipstream.errors import InputError
+
+_FORMAT = 1
+"""Raised whenever documents come out differently for the same input; it is part of the cache key."""
+_CHUNK = 512
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class TokenisedSet:
+    """The documents of one source."""
+
+    documents: datasets.Dataset
+    """``input_ids`` and ``labels``, lists of int32 of equal length, one row a document."""
+    account: Account
+
+
+def tokenise(
+    source: str,
+    options: DataOptions,
+    tokenizer: Any,
+    *,
+    max_length: int,
+    progress: Callable[[int], None] | None = None,
+    cache_dir: Path | None = None,
+) -> TokenisedSet:
+    """The rows of ``source`` as documents of at most ``max_length`` tokens.
+
+    ``progress`` is called with the number of rows read so far (not at all where the cache has the documents).
+    ``cache_dir`` takes the place of the `datasets` cache. Raises `InputError`: source missing or empty, format not
+    recognised, bad or overlong rows that the options don't allow, no document left, disk full.
+    """
+    if max_length < 2:
+        raise InputError(f"data.max_length is {max_length}; at least 2, since the first token has nothing before it")
+    rows = read_rows(source)
+    first = next((row for row in rows if row.fields is not None), None)
+    if first is None:
+        raise InputError(f"{source}: no row can be read; the first fault: {next(iter(rows)).fault}")
+    name = recognise(first, options)
+    renderer = renderer_for(tokenizer, name, options.chat_template, options.learn)
+    key = _key(rows, name, options, renderer, max_length)
+    cache = ArrowCache.at(cache_dir)
+    entry = cache.find(key)
+    if entry is None:
+        maker = _Maker(source, name, options, Encoder(renderer), max_length, progress)
+        note: dict[str, Any] = {}
+        entry = cache.write(key, maker.batches(rows, note), note)
+    return TokenisedSet(entry.dataset, Account.from_json(entry.note))
+
+
+def _key(rows: Rows, name: str, options: DataOptions, renderer: Renderer, max_length: int) -> str:
+    how = [name, sorted(options.fields.items()), options.overlong, options.bad_rows, renderer.learn, max_length]
+    templates = [renderer.template, renderer.tool_template]
+    return digest("documents", _FORMAT, rows.fingerprint, how, templates, tokenizer_digest(renderer.tokenizer))
+
+
+Piece = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""``input_ids`` and ``labels`` of one document."""
+
+
+class _Maker:
+    """Makes the documents of one source and keeps the books."""
+
+    def __init__(
+        self,
+        source: str,
+        name: str,
+        options: DataOptions,
+        encoder: Encoder,
+        max_length: int,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self.source, self.name, self.options, self.encoder, self.max_length = source, name, options, encoder, max_length
+        self.progress, self.books, self.rows_read = progress, Books(), 0
+        self.faults: list[str] = []
+        self.overlong: list[str] = []
+        self.fault_count = self.overlong_count = 0
+
+    def batches(self, rows: Rows, note: dict[str, Any]) -> Iterator[pa.RecordBatch]:
+        """Arrow batches of documents; fills ``note`` with the account at the end, or refuses what isn't allowed."""
+        reader = iter(rows)
+        while chunk := list(islice(reader, _CHUNK)):
+            yield _batch([piece for row, encoded in self._encoded(chunk) for piece in self._pieces(row, encoded)])
+            self.rows_read += len(chunk)
+            if self.progress is not None:
+                self.progress(self.rows_read)
+        self._refuse()
+        note.update(self.books.closed().as_json())
+
+    def _encoded(self, chunk: Sequence[RawRow]) -> list[tuple[RawRow, Encoded]]:
+        """The chunk's rows that could be encoded, in order; the others are booked."""
+        self.books.add(rows_read=len(chunk))
+        rendered: list[tuple[RawRow, Rendered]] = []
+        for row in chunk:
+            try:
+                rendered.append((row, self._rendered(row)))
+            except RowError as fault:
+                self._fault(row, str(fault))
+        made = []
+        for (row, _), encoded in zip(rendered, self.encoder.encode([text for _, text in rendered]), strict=True):
+            if isinstance(encoded, RowError):
+                self._fault(row, str(encoded))
+            else:
+                made.append((row, encoded))
+        return made
+
+    def _rendered(self, row: RawRow) -> Rendered:
+        try:
+            return self.encoder.renderer.render(normalise(row, self.name, self.options.fields))
+        except InputError as error:
+            raise InputError(f"{self.source}: {row.place}: {error}") from error
+
+    def _pieces(self, row: RawRow, encoded: Encoded) -> list[Piece]:
+        """The documents of one row: none, one, or several; every token of it is booked."""
+        size = len(encoded.ids)
+        cut = self._cut(row, encoded)
+        if cut is None:
+            return []
+        pieces = [piece for piece in cut if (piece[1] != -100).any()]
+        if not pieces:
+            within = f" in its first {self.max_length:,} tokens" if size > self.max_length else ""
+            self._fault(row, f"nothing to learn{within}", size)
+            return []
+        kept = sum(len(ids) for ids, _ in pieces)
+        reached = sum(len(ids) for ids, _ in cut)
+        self.books.add(
+            rows_kept=1,
+            rows_cut=int(reached < size),
+            rows_split=int(len(cut) > 1),
+            documents=len(pieces),
+            tokens=kept,
+            tokens_learned=sum(int((labels != -100).sum()) for _, labels in pieces),
+            tokens_cut=size - reached,
+            tokens_dropped=reached - kept,
+        )
+        return pieces
+
+    def _cut(self, row: RawRow, encoded: Encoded) -> list[Piece] | None:
+        """The row in pieces of at most ``max_length`` tokens; none where it is left out."""
+        size, limit = len(encoded.ids), self.max_length
+        if size <= limit or self.options.overlong == "truncate":
+            return [_piece(encoded, 0, limit)]
+        if self.options.overlong == "split":
+            return [_piece(encoded, at, at + limit) for at in range(0, size, limit)]
+        self.books.add(rows_dropped=1, tokens_dropped=size)
+        if self.options.overlong == "error":
+            self.overlong_count += 1
+            if len(self.overlong) < _NAMED:
+                self.overlong.append(f"{row.place}: {size:,} tokens")
+        return None
+
+    def _fault(self, row: RawRow, reason: str, tokens: int = 0) -> None:
+        self.books.add_bad(row.number, f"{row.file}: {reason}" if row.file else reason, tokens)
+        self.fault_count += 1
+        if len(self.faults) < _NAMED:
+            self.faults.append(f"{row.place}: {reason}")
+
+    def _refuse(self) -> None:
+        """Raises `InputError` for bad and overlong rows that the options don't allow, or when nothing is left."""
+        if self.fault_count and self.options.bad_rows == "error":
+            count = _count(self.fault_count, "bad row")
+            raise InputError(
+                f"{self.source}: {count}; {self._first(self.faults)}; mend them or set data.bad_rows: skip"
+            )
+        if self.overlong_count:
+            count = f"{_count(self.overlong_count, 'row')} longer than max_length {self.max_length:,}"
+            raise InputError(
+                f"{self.source}: {count}; {self._first(self.overlong)}; raise data.max_length (and packing.tokens), "
+                "or set data.overlong: truncate, drop or split"
+            )
+        account = self.books.closed()
+        if not account.documents:
+            why = (
+                f"{account.rows_dropped:,} dropped as longer than {self.max_length:,} tokens, {account.rows_bad:,} bad"
+            )
+            first = f" ({self._first(self.faults)})" if self.faults else ""
+            raise InputError(f"{self.source}: none of {account.rows_read:,} rows is left: {why}{first}")
+
+    def _first(self, named: list[str]) -> str:
+        more = max(self.fault_count if named is self.faults else self.overlong_count, len(named)) - len(named)
+        return "; ".join(named) + (f"; and {more:,} more" if more else "")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _piece(encoded: Encoded, start: int, end: int) -> Piece:
+    ids = encoded.ids[start:end]
+    labels = np.where(encoded.learned[start:end], ids, -100)
+    labels[:1] = -100
+    return ids, labels
+
+
+def _batch(pieces: Sequence[Piece]) -> pa.RecordBatch:
+    lengths = np.array([len(ids) for ids, _ in pieces], dtype=np.int64)
+    nothing = np.zeros(0, dtype=np.int64)
+    columns = [np.concatenate([nothing, *(piece[i] for piece in pieces)]) for i in (0, 1)]
+    return pa.RecordBatch.from_arrays(
+        [int32_lists(column, lengths) for column in columns], names=["input_ids", "labels"]
+    )
