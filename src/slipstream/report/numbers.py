@@ -1,0 +1,164 @@
+"""The numbers a report shows, from a run's records, and how they are written.
+
+Why: what a number means is decided here once, without HTML or figures, and is tested as arithmetic. Records may be
+incomplete, so every number may be missing (None), never made up. Trade-off: the page repeats a name for each number.
+Alternative: computing in the template, where no test looks.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from slipstream.train.records import Records, StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyNumbers:
+    """What a run came to. None where the records don't tell."""
+
+    steps: int
+    loss_first: float | None
+    loss_last: float | None
+    eval_before: float | None
+    eval_after: float | None
+    tokens_per_second: float | None
+    """Document tokens a second, the median over the steps, padding not counted."""
+    peak_bytes: int | None
+    fill: float | None
+    """Share of the packed rows' tokens that are documents, between 0 and 1."""
+    padding_factor: float | None
+    """Tokens that padding would have computed, over those that packing computes."""
+    seconds: float | None
+    nonfinite: tuple[int, ...]
+    """Steps whose loss was NaN or infinite."""
+
+    @classmethod
+    def of(cls, records: Records) -> "KeyNumbers":
+        """The numbers of a run's records."""
+        steps, packing = records.steps, section(records.run, "packing", "train")
+        finite = [step.loss for step in steps if math.isfinite(step.loss)]
+        before, after = _evaluations(records)
+        speeds = [speed for speed in map(speed_of, steps) if math.isfinite(speed)]
+        return cls(
+            steps=steps[-1].step if steps else 0,
+            loss_first=finite[0] if finite else None,
+            loss_last=finite[-1] if finite else None,
+            eval_before=before,
+            eval_after=after,
+            tokens_per_second=statistics.median(speeds) if speeds else None,
+            peak_bytes=max((step.memory_bytes for step in steps if step.memory_bytes is not None), default=None),
+            fill=number(packing.get("fill")),
+            padding_factor=_padding_factor(packing),
+            seconds=_duration(records),
+            nonfinite=tuple(step.step for step in steps if not math.isfinite(step.loss)),
+        )
+
+
+def section(run: dict[str, Any], *path: str) -> dict[str, Any]:
+    """The object at ``path``; empty where there is none."""
+    here: Any = run
+    for key in path:
+        here = here.get(key) if isinstance(here, dict) else None
+    return here if isinstance(here, dict) else {}
+
+
+def number(value: Any) -> float | None:
+    """``value`` if it is a finite number."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if known else None
+
+
+def speed_of(step: StepRecord) -> float:
+    """Document tokens a second; NaN where the time or the tokens are not known."""
+    return step.tokens / step.seconds if step.seconds > 0 and step.tokens > 0 else math.nan
+
+
+def _evaluations(records: Records) -> tuple[float | None, float | None]:
+    """Loss before training and after it: what the run says, else the evaluation at step 0 and the last one."""
+    before, after = number(records.run.get("eval_before")), number(records.run.get("eval_after"))
+    first = next((item.loss for item in records.evals if item.step == 0), None)
+    last = next((item.loss for item in reversed(records.evals) if item.step > 0), None)
+    return (number(first) if before is None else before), (number(last) if after is None else after)
+
+
+def _padding_factor(packing: dict[str, Any]) -> float | None:
+    padded, tokens = number(packing.get("padded_tokens")), number(packing.get("tokens"))
+    padding = number(packing.get("padding_tokens"))
+    if padded is None or tokens is None or padding is None or tokens + padding <= 0:
+        return None
+    return padded / (tokens + padding)
+
+
+def _duration(records: Records) -> float | None:
+    """Wall-clock seconds from start to finish, else the steps' own."""
+    try:
+        started, finished = (datetime.fromisoformat(str(records.run.get(key))) for key in ("started", "finished"))
+        return (finished - started).total_seconds()
+    except (ValueError, TypeError):  # no such time, or one with a time zone and one without
+        known = [step.seconds for step in records.steps if math.isfinite(step.seconds)]
+        return sum(known) if known else None
+
+
+# -------------------------------------------------------------------------------------------------------------- written
+
+
+def loss_text(value: float | None) -> str:
+    """E.g. ``1.842``."""
+    return "–" if value is None else f"{value:.3f}"
+
+
+def count_text(value: float | None) -> str:
+    """E.g. ``12,345``."""
+    return "–" if value is None else f"{value:,.0f}"
+
+
+def percent_text(share: float | None) -> str:
+    """E.g. ``99.2%``; never rounded up to 100%."""
+    if share is None:
+        return "–"
+    return f"{math.floor(share * 1000) / 10:.1f}%" if 0.99 < share < 1 else f"{share:.1%}"
+
+
+def bytes_text(value: float | None) -> str:
+    """E.g. ``43.1 GiB``."""
+    if value is None:
+        return "–"
+    power = min(max(0, int(value).bit_length() - 1) // 10, 4)
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{value / 1024**power:.{1 if power else 0}f} {unit}"
+
+
+def time_text(seconds: float | None) -> str:
+    """E.g. ``4 min 12 s``."""
+    if seconds is None:
+        return "–"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {rest:02} s"
+
+
+def binned(x: Sequence[float], y: Sequence[float], most: int = 600) -> tuple[list[float], list[float]]:
+    """At most ``most`` points: means of neighbours, NaN where a group holds no finite value."""
+    size = max(1, math.ceil(len(x) / most))
+    groups = [slice(at, at + size) for at in range(0, len(x), size)]
+    return [statistics.fmean(x[group]) for group in groups], [_mean(y[group]) for group in groups]
+
+
+def smoothed(values: Iterable[float], weight: float) -> list[float]:
+    """Exponential moving average without a bias at the start; values that are not finite are passed over."""
+    total = share = 0.0
+    result = []
+    for value in values:
+        if math.isfinite(value):
+            total, share = (1 - weight) * total + weight * value, (1 - weight) * share + weight
+        result.append(total / share if share and math.isfinite(value) else math.nan)
+    return result
+
+
+def _mean(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else math.nan
