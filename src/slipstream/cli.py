@@ -21,6 +21,8 @@ from slipstream.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from slipstream.recipe import Recipe
+
 EXIT_BROKEN_PIPE = 1
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -80,10 +82,10 @@ def train(
 ) -> None:
     """Fine-tune as the recipe says."""
     with _output(as_json) as emit:
+        checked = _recipe(recipe, overrides)
         from slipstream import run
-        from slipstream.recipe import load_recipe
 
-        summary = run.train(load_recipe(recipe, overrides or ()), resume=resume, console=_console(stderr=as_json))
+        summary = run.train(checked, resume=resume, console=_console(stderr=as_json))
         emit(summary.to_dict())
     if summary.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -96,17 +98,17 @@ def data(
     rows: Annotated[int, typer.Option("--rows", min=1, help="Packed rows to show.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Show packed rows: text, boundaries, and which tokens are learned."""
+    """Show packed rows, and what of them is learned."""
     with _output(as_json) as emit:
+        checked = _recipe(recipe, overrides)
         from slipstream import run
-        from slipstream.recipe import load_recipe
 
-        emit(run.show_data(load_recipe(recipe, overrides or ()), rows=rows, console=_console(stderr=as_json)))
+        emit(run.show_data(checked, rows=rows, console=_console(stderr=as_json)))
 
 
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
-    """Show the device, the versions, and what is available and why not."""
+    """Show what this machine offers, and why not."""
     with _output(as_json) as emit:
         from slipstream import doctor as examination
 
@@ -125,7 +127,7 @@ def generate(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Try the tuned model on a prompt; standard output carries the answer alone."""
+    """Try the tuned model on a prompt."""
     with _output(as_json) as emit:
         from slipstream import run
 
@@ -141,6 +143,13 @@ def generate(
         emit({"prompt": prompt, "system": system, "answer": answer})
     if not as_json:
         print(answer)
+
+
+def _recipe(path: str, overrides: list[str] | None) -> "Recipe":
+    """The checked recipe; read before ``run`` is imported, so that a mistake in it is told sooner."""
+    from slipstream.recipe import load_recipe
+
+    return load_recipe(path, overrides or ())
 
 
 def _console(*, stderr: bool) -> "Console":

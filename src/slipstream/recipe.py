@@ -189,6 +189,8 @@ def _checked(key: str, value: Any, hint: Any) -> tuple[Any, list[str]]:
 def _refusal(key: str, value: Any, hint: Any) -> str:
     if isinstance(value, str | bool) and (key, value) in NOT_YET:
         return f"{shown(value)} is not available yet; {NOT_YET[key, value]}"
+    if hint is type(None):
+        return f"{shown(value)} is not available yet; leave it out"
     if isinstance(value, int | float) and str in kinds(hint):
         return (
             f"{shown(value)} is read as {'a switch' if isinstance(value, bool) else 'a number'}; put quotes around it"

@@ -77,7 +77,8 @@ def expected(hint: Any) -> str:
     """What a field takes, in words: ``a whole number > 0, or null``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return " and ".join([expected(arguments[0]), *filter(None, map(_bound, arguments[1:]))])
+        bounds = " and ".join(filter(None, map(_bound, arguments[1:])))
+        return f"{expected(arguments[0])} {bounds}".rstrip()
     if origin is Literal:
         return shown(arguments[0]) if len(arguments) == 1 else "one of " + ", ".join(map(shown, arguments))
     if origin in (Union, types.UnionType):

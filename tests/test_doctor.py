@@ -1,0 +1,103 @@
+"""The doctor's findings for described machines, and its report on this one."""
+
+import io
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from slipstream import doctor
+from slipstream.cost.hardware import Device
+
+CPU = Device("cpu", "a processor", 2**34, None, bf16=False, unified_memory=True)
+HOPPER = Device("cuda", "a Hopper", 2**37, (9, 0), bf16=True, unified_memory=False)
+TURING = Device("cuda", "a Turing", 2**34, (7, 5), bf16=False, unified_memory=False)
+
+
+def found(*cards: Device, no_cuda: str = "") -> dict[str, doctor.Capability]:
+    return {item.name: item for item in doctor.capabilities(list(cards), CPU, no_cuda)}
+
+
+def test_a_card_with_everything() -> None:
+    capabilities = found(HOPPER)
+    assert all(item.available for item in capabilities.values())
+    assert "load.dtype auto takes bfloat16" in capabilities
+
+
+def test_an_old_card_says_what_is_missing() -> None:
+    capabilities = found(TURING)
+    assert capabilities["training on CUDA"].available
+    assert not capabilities["attention varlen"].available
+    assert "7.5" in capabilities["attention varlen"].reason
+    assert "8.0" in capabilities["attention varlen"].reason
+    assert not capabilities["bf16 compute"].available
+    assert "load.dtype auto takes float32" in capabilities
+
+
+def test_without_a_card_the_cpu_is_looked_at() -> None:
+    capabilities = found(no_cuda="no driver")
+    assert capabilities["training on CUDA"] == doctor.Capability("training on CUDA", False, "no driver")
+    assert not capabilities["attention varlen"].available
+    assert capabilities["attention sdpa"].available
+
+
+@pytest.mark.parametrize(
+    ("built_for", "driver", "visible", "remedy"),
+    [
+        (None, None, None, "training runs on the CPU"),
+        (None, "580.1", None, "install a CUDA build"),
+        ("13.0", "580.1", "", "unset it"),
+        ("13.0", "470.1", None, "update the driver"),
+    ],
+)
+def test_why_there_is_no_card(
+    built_for: str | None, driver: str | None, visible: str | None, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert remedy in doctor.no_cuda_reason(built_for, driver)
+
+
+def test_driver_version_is_the_first_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho 580.12\necho 580.12\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert doctor.driver_version() == "580.12"
+    command.write_text("#!/bin/sh\necho no driver; exit 9\n")
+    assert doctor.driver_version() is None
+
+
+def test_a_hanging_driver_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*args: object, **kwargs: object) -> None:
+        raise subprocess.TimeoutExpired("nvidia-smi", 20)
+
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(doctor.subprocess, "run", hang)
+    assert doctor.driver_version() is None
+
+
+def test_report_on_this_machine_is_plain_json() -> None:
+    report = doctor.report()
+    assert json.loads(json.dumps(report))["devices"][-1]["kind"] == "cpu"
+    assert report["versions"]["torch"]
+    assert report["cpu"]["cores"] >= 1
+    assert 0 < report["host_memory"]["usable_bytes"] <= report["host_memory"]["machine_bytes"]
+
+
+def test_tables_show_every_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = doctor.report()
+    report["versions"]["trl"] = None
+    text = io.StringIO()
+    doctor.show(report, Console(file=text, width=200, markup=False))
+    lines = text.getvalue().splitlines()
+    assert any("trl" in line and "absent" in line for line in lines)
+    assert all(any(item["reason"] in line for line in lines) for item in report["capabilities"])
+
+
+def test_a_card_is_shown_with_its_capability() -> None:
+    card = {**vars(HOPPER), "compute_capability": [9, 0]}
+    assert "compute capability 9.0, memory of its own, bf16" in doctor._device_line(card)
