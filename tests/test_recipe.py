@@ -1,5 +1,6 @@
 """Recipes: what is accepted, and how everything else is told, in the user's spelling."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from slipstream.data.rows import DataOptions
 from slipstream.errors import InputError
 from slipstream.model.lora import AdapterOptions
-from slipstream.recipe import REQUIRED, SECTIONS, Recipe, load_recipe
+from slipstream.recipe import REQUIRED, SECTIONS, Recipe, load_recipe, recipe_from_dict
 from slipstream.train.options import TrainOptions
 
 MINIMAL = "model: some/model\ndata: {train: rows.jsonl}\noutput: runs/first\n"
@@ -103,8 +104,14 @@ def test_yaml_and_dict_hold_every_default_and_come_back_equal(write: Write) -> N
         write(MINIMAL), ["train.learning_rate=1e-5", "data.fields.prompt=frage ä", "adapter.kind=none"]
     )
     assert load_recipe(write(recipe.to_yaml())) == recipe
+    assert recipe_from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
     assert recipe.to_dict()["packing"] == {"enabled": True, "tokens": 4096, "rows": 1, "window": None}
     assert list(recipe.to_dict()) == ["model", "load", "adapter", "data", "packing", "train", "memory", "output"]
+
+
+def test_records_that_are_no_recipe_are_told_under_their_name() -> None:
+    with pytest.raises(InputError, match=r"^run\.json: 3 problems\n  model: missing"):
+        recipe_from_dict({}, "run.json")
 
 
 def test_every_field_without_a_default_is_named_as_required() -> None:

@@ -93,14 +93,23 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     tree, problems = parse(_read(path), str(path))
     for override in overrides:
         problems += _override(tree, override)
+    return _recipe(tree, problems, str(path))
+
+
+def recipe_from_dict(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
+    """The recipe that ``Recipe.to_dict`` gave, e.g. from a run's records; ``name`` opens the ``InputError`` message."""
+    return _recipe(tree, [], name)
+
+
+def _recipe(tree: Mapping[Any, Any], problems: list[str], name: str) -> Recipe:
     values, found = _fields_of(Recipe, tree, "")
-    problems += found
+    problems = [*problems, *found]
     if problems:
-        raise InputError(_joined(path, problems))
+        raise InputError(_joined(name, problems))
     try:
         return Recipe(**values)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"{name}: {error}") from None
 
 
 def _read(path: str | Path) -> str:
@@ -116,10 +125,10 @@ def _read(path: str | Path) -> str:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
 
 
-def _joined(path: str | Path, problems: Sequence[str]) -> str:
+def _joined(name: str, problems: Sequence[str]) -> str:
     if len(problems) == 1:
-        return f"{path}: {problems[0]}"
-    return "\n  ".join([f"{path}: {len(problems)} problems", *problems])
+        return f"{name}: {problems[0]}"
+    return "\n  ".join([f"{name}: {len(problems)} problems", *problems])
 
 
 # Overrides
