@@ -28,7 +28,7 @@ from rich.console import Console
 from torch import nn
 from transformers import PrinterCallback
 
-from slipstream.apply import Options, apply, decisions, packing_decision, restore
+from slipstream.transform import Options, apply, decisions, packing_decision, restore
 from slipstream.cost.hardware import compute_dtype, describe
 from slipstream.data.packing import PackingReport, pack, pack_dataset
 from slipstream.data.preview import preview

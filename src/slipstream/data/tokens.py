@@ -25,6 +25,7 @@ from slipstream.data.cache import ArrowCache, digest, int32_lists
 from slipstream.data.encode import Encoded, Encoder, tokenizer_digest
 from slipstream.data.formats import normalise, recognise
 from slipstream.data.learn import Rendered, Renderer, renderer_for
+from slipstream.data.packing import document_lengths
 from slipstream.data.rows import DataOptions, RawRow, RowError, Rows, read_rows
 from slipstream.errors import InputError
 
@@ -41,6 +42,11 @@ class TokenisedSet:
     documents: datasets.Dataset
     """``input_ids`` and ``labels``, lists of int32 of equal length, one row a document."""
     account: Account
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """The number of tokens of every document, in order."""
+        return document_lengths(self.documents)
 
 
 def tokenise(

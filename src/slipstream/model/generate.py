@@ -94,7 +94,7 @@ def _prompt_ids(tokenizer: "PreTrainedTokenizerBase", prompt: str, system: str |
 
 def _room(model: "nn.Module", length: int, max_tokens: int) -> int:
     """How many tokens may be made: what was asked for, or what the context leaves."""
-    context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    context: int | None = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if context is None:
         return max_tokens
     if length >= context:

@@ -66,7 +66,7 @@ def load(
     model: str, options: LoadOptions, *, trainable: bool = False, device: "torch.device | str" = "cpu"
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Model and tokenizer; see ``load_model`` and ``load_tokenizer``."""
-    source = _locate(model)
+    source = _checked(_locate(model))
     tokenizer = _tokenizer(source, options)  # first: it is cheap, and what is wrong with it is then known early
     return _model(source, options, trainable, device), tokenizer
 
@@ -79,11 +79,14 @@ def load_model(
     ``trainable`` says that all weights will be trained: ``dtype: auto`` then keeps them in float32, since bf16 has too
     few digits for small updates, and the trainer computes in the device's dtype by autocast. Raises ``InputError``.
     """
-    return _model(_locate(model), options, trainable, device)
+    return _model(_checked(_locate(model)), options, trainable, device)
 
 
 def load_tokenizer(model: str, options: LoadOptions) -> "PreTrainedTokenizerBase":
-    """The tokenizer of ``model``; it may lack a padding token, since packed rows need none. Raises ``InputError``."""
+    """The tokenizer of ``model``, or of an adapter's folder; it may lack a padding token, since packed rows need none.
+
+    Raises ``InputError``.
+    """
     return _tokenizer(_locate(model), options)
 
 
@@ -131,10 +134,9 @@ def _arguments(options: LoadOptions) -> dict[str, Any]:
 
 
 def _locate(model: str) -> _Source:
-    """Tell a folder, a GGUF file and a hub id apart, and check what can be checked without loading."""
+    """Tell a folder, a GGUF file and a hub id apart."""
     path = Path(model).expanduser()
     if path.is_dir():
-        _check_folder(path)
         return _Source(str(path), local=True)
     if path.is_file():
         return _Source(str(path), local=True, file=gguf.open_gguf(path))
@@ -148,8 +150,11 @@ def _looks_local(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.endswith(gguf.SUFFIX) or model.count("/") > 1 or "\\" in model
 
 
-def _check_folder(path: Path) -> None:
-    """``InputError`` for a folder that holds no model."""
+def _checked(source: _Source) -> _Source:
+    """The source itself; ``InputError`` for a folder that holds no model."""
+    path = Path(source.name)
+    if not source.local or source.file is not None:
+        return source
     if not (path / "config.json").is_file():
         raise InputError(f"model: {path} has no config.json; {_meant_instead(path)}")
     if not _has_any(path, WEIGHT_FILES):
@@ -157,6 +162,7 @@ def _check_folder(path: Path) -> None:
             f"model: {path} has no weights ({' or '.join(WEIGHT_FILES)}); "
             "give the folder that save_pretrained wrote, or download the model again"
         )
+    return source
 
 
 def _meant_instead(path: Path) -> str:

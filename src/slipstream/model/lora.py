@@ -13,6 +13,7 @@ What is left alone (mixture of experts): everything under a module called ``expe
 import re
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
@@ -103,6 +104,20 @@ def add_adapter(model: "PreTrainedModel", options: AdapterOptions, *, seed: int)
         torch.manual_seed(seed)
         adapted: PeftModel = get_peft_model(model, config)
     return adapted
+
+
+def load_adapter(model: "PreTrainedModel", folder: Path) -> "PeftModel":
+    """Wrap the model with a saved adapter, to be used, not trained. Raises ``InputError`` for one that does not fit."""
+    from peft import PeftModel
+
+    if not (folder / "adapter_config.json").is_file():
+        raise InputError(f"adapter: {folder} has no adapter_config.json; give the adapter folder of a finished run")
+    try:
+        return PeftModel.from_pretrained(model, str(folder))
+    except (RuntimeError, ValueError) as error:  # peft: other shapes; no module of that name
+        raise InputError(
+            f"adapter: {folder} does not fit {model.name_or_path} ({error}); use the base model it was trained on"
+        ) from error
 
 
 def resolve_targets(model: "PreTrainedModel", options: AdapterOptions) -> list[str]:

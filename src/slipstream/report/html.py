@@ -53,8 +53,8 @@ def page(records: Records, name: str) -> str:
         _speed(records, numbers),
         _packing(records, numbers),
         _decisions(records),
-        _data(records),
-        _recipe_and_versions(records),
+        _pair(_data(records), _versions(records)),
+        _recipe(records),
         tag(
             "footer",
             f"Slipstream {records.run.get('slipstream', '')}. Made from run.json, steps.jsonl and evals.jsonl.",
@@ -284,7 +284,7 @@ def _data(records: Records) -> Markup:
         if key not in amounts and value
     ]
     more = [tag("ul", *remarks, class_="remarks")] if remarks else []
-    return _section("Data", tag("div", table, class_="account"), *more, class_="card")
+    return _section("Data", table, *more, class_="card")
 
 
 def _words(key: str) -> str:
@@ -299,12 +299,22 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def _recipe_and_versions(records: Records) -> Markup:
-    parts = []
-    if recipe := section(records.run, "recipe"):
-        text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
-        parts.append(_section("Recipe", tag("pre", text, tabindex="0"), class_="card"))
-    if versions := section(records.run, "versions"):
-        rows = [tag("tr", tag("th", name, scope="row"), tag("td", str(value))) for name, value in versions.items()]
-        parts.append(_section("Versions", tag("table", tag("tbody", *rows)), class_="card"))
-    return tag("div", *parts, class_="pair") if len(parts) == 2 else join(*parts)
+def _versions(records: Records) -> Markup:
+    versions = section(records.run, "versions")
+    if not versions:
+        return Markup()
+    rows = [tag("tr", tag("th", name, scope="row"), tag("td", str(value))) for name, value in versions.items()]
+    return _section("Versions", tag("table", tag("tbody", *rows)), class_="card")
+
+
+def _recipe(records: Records) -> Markup:
+    recipe = section(records.run, "recipe")
+    if not recipe:
+        return Markup()
+    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
+    return _section("Recipe", tag("pre", text, tabindex="0"), class_="card")
+
+
+def _pair(first: Markup, second: Markup) -> Markup:
+    """Two sections side by side, where both are there."""
+    return tag("div", first, second, class_="pair") if first and second else join(first, second)

@@ -7,7 +7,7 @@ Alternative: computing in the template, where no test looks.
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -148,14 +148,15 @@ def binned(x: Sequence[float], y: Sequence[float], most: int = 600) -> tuple[lis
     return [statistics.fmean(x[group]) for group in groups], [_mean(y[group]) for group in groups]
 
 
-def smoothed(values: Iterable[float], weight: float) -> list[float]:
-    """Exponential moving average without a bias at the start; values that are not finite are passed over."""
-    total = share = 0.0
+def smoothed(values: Sequence[float], reach: int) -> list[float]:
+    """Means over each value's neighbours up to ``reach`` on both sides (fewer near the ends, so nothing lags).
+
+    Values that are not finite are passed over, and stay NaN themselves.
+    """
     result = []
-    for value in values:
-        if math.isfinite(value):
-            total, share = (1 - weight) * total + weight * value, (1 - weight) * share + weight
-        result.append(total / share if share and math.isfinite(value) else math.nan)
+    for at, value in enumerate(values):
+        near = min(reach, at, len(values) - 1 - at)
+        result.append(_mean(values[at - near : at + near + 1]) if math.isfinite(value) else math.nan)
     return result
 
 

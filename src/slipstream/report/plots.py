@@ -18,6 +18,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from slipstream.report.markup import Markup, tag
@@ -58,9 +59,9 @@ class Plot:
 
 def _svg(plot: Plot, kind: str, size: tuple[int, int]) -> Markup:
     name = f"{plot.name}-{kind}"
-    options = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 11.5, "font.family": "DejaVu Sans"}
+    options = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 12, "font.family": "DejaVu Sans"}
     with matplotlib.rc_context(options):
-        figure = Figure(figsize=(size[0] / 72, size[1] / 72), dpi=72, layout="constrained")
+        figure = Figure(figsize=(size[0] / 72, size[1] / 72), dpi=72, layout=ConstrainedLayoutEngine(h_pad=6 / 72))
         figure.patch.set_alpha(0)
         plot.draw(figure)
         buffer = io.StringIO()
@@ -95,10 +96,11 @@ def learning(steps: Sequence[StepRecord], evals: Sequence[EvalRecord], summary: 
         _draw_loss(losses, steps, evals)
         x, y = binned([step.step for step in steps], [step.learning_rate for step in steps])
         rates.plot(x, y, color=MUTED, linewidth=1.5)
-        rates.set_ylim(bottom=0)
+        peak = max((rate for rate in y if rate == rate), default=0) or 1
+        rates.set_ylim(0, peak * 1.1)
         _style(losses, "", "loss (nats/token)")
         _style(rates, "step", "learning rate", ticks=2)
-        rates.yaxis.set_major_formatter(FuncFormatter(_short))
+        rates.set_yticks([0, peak])
         figure.align_ylabels()
 
     return Plot("learning", "Loss and learning rate", summary, draw, wide=(1000, 380), narrow=(330, 330))
@@ -109,13 +111,13 @@ def _draw_loss(axes: Axes, steps: Sequence[StepRecord], evals: Sequence[EvalReco
     many = len(x) > 40
     axes.plot(x, y, color=FIRST, alpha=0.3 if many else 1, linewidth=1 if many else 1.8, **_dots(x))
     if many:
-        axes.plot(x, smoothed(y, 30 / len(x)), color=FIRST, linewidth=2, label="training, smoothed")
+        axes.plot(x, smoothed(y, max(2, len(x) // 40)), color=FIRST, linewidth=2, label="training, smoothed")
     else:
         axes.lines[0].set_label("training")
     if evals:
         at, losses = [item.step for item in evals], [item.loss for item in evals]
         axes.plot(at, losses, color=SECOND, linewidth=1.5, marker="o", markersize=5, label="held out")
-    axes.legend(frameon=False, labelcolor=INK, fontsize=11, handlelength=1.6)
+    axes.legend(frameon=False, labelcolor=INK, fontsize=12, handlelength=1.6)
 
 
 def throughput(steps: Sequence[StepRecord], summary: str) -> Plot:
@@ -158,7 +160,7 @@ def padding(tokens: float, packed: float, padded: float, summary: str) -> Plot:
         _style(axes, "tokens computed in one epoch", "", ticks=None)
         axes.grid(visible=False)
         axes.xaxis.set_major_formatter(FuncFormatter(_short))
-        figure.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor=INK, fontsize=11, handlelength=1.2)
+        figure.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor=INK, fontsize=12, handlelength=1.2)
 
     return Plot("padding", "Packed against padded", summary, draw)
 
@@ -191,6 +193,7 @@ def _style(axes: Axes, x_label: str, y_label: str, ticks: int | None = 5) -> Non
     axes.spines["bottom"].set_color(GRID)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
+    axes.margins(x=0.015)
     axes.tick_params(colors=MUTED, length=0, pad=5)
     axes.set_xlabel(x_label, color=MUTED)
     axes.set_ylabel(y_label, color=MUTED)

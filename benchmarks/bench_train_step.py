@@ -1,0 +1,320 @@
+"""Whole training steps: Slipstream's trainer beside transformers + TRL + Liger, on the same documents.
+
+    python benchmarks/bench_train_step.py --model qwen3-0.6b --tokens 4096 --rounds 3
+    python benchmarks/bench_train_step.py --model path/to/model --data alpaca.json --tokens 4096
+
+Each arm runs in a process of its own, since Liger replaces functions of the model's module for the whole process; the
+arms take turns, ``--rounds`` times. Both trainers are timed by the same callback, which synchronises at each step's
+begin and end; loader, clipping, optimizer and scheduler lie inside. Without ``--data`` the documents have random tokens
+and lognormal lengths (mean about 250) that fill every row exactly; with it they are the tokenised rows of the file.
+Weights are random for a named shape. Writes JSON (``--out``) and prints a table.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ARMS = ("slipstream", "trl+liger")
+WARM_UP = 5
+QWEN3 = {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+}
+SHAPES = {
+    "qwen3-0.6b": {
+        **QWEN3,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.2-1b": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def main() -> None:
+    options = arguments()
+    if options.arm:
+        print("RESULT " + json.dumps(run_arm(options)))
+        return
+    results = []
+    for round_number in range(options.rounds):
+        for arm in ARMS:
+            results.append({"round": round_number, **run_child(arm)})
+            print_row(results[-1])
+    document = {
+        "benchmark": "train_step",
+        "command": "python benchmarks/bench_train_step.py " + " ".join(sys.argv[1:]),
+        "commit": commit(),
+        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **environment(),
+        "summary": summary(results),
+        "runs": results,
+    }
+    print(json.dumps(document["summary"], indent=2))
+    if options.out:
+        Path(options.out).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-0.6b", help=f"a shape ({', '.join(SHAPES)}) or a model folder")
+    parser.add_argument("--data", help="rows to tokenise; random documents without it")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--attention", default="auto", help="Slipstream's attention choice")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--out")
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_child(arm: str) -> dict:
+    command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm]
+    done = subprocess.run(command, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    return {"arm": arm, "error": (done.stderr or done.stdout)[-1500:]}
+
+
+def run_arm(options: argparse.Namespace) -> dict:
+    import torch
+
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer, times, counts = {"slipstream": slipstream_arm, "trl+liger": trl_arm}[options.arm](options, scratch)
+        torch.cuda.reset_peak_memory_stats()
+        trainer.train()
+    steady = times[WARM_UP:]
+    tokens = statistics.mean(counts) if counts else options.tokens
+    return {
+        "arm": options.arm,
+        "median_step_ms": round(statistics.median(steady) * 1e3, 2),
+        "min_step_ms": round(min(steady) * 1e3, 2),
+        "steps_timed": len(steady),
+        "tokens_a_step": round(tokens),
+        "tokens_per_second": round(tokens / statistics.median(steady)),
+        "peak_memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3),
+        "times_ms": [round(t * 1e3, 1) for t in times],
+    }
+
+
+def slipstream_arm(options: argparse.Namespace, scratch: str):
+    import torch
+    from datasets import Dataset
+
+    import slipstream
+    from slipstream.model.lora import AdapterOptions, add_adapter
+
+    model = add_adapter(base_model(options), AdapterOptions(rank=16, alpha=16), seed=0)
+    activations = "recompute" if options.checkpointing else "keep"
+    slipstream.apply(model, slipstream.Options(attention=options.attention, activations=activations))
+    rows = slipstream.pack_dataset(Dataset.from_dict({"input_ids": documents(options)}), options.tokens)
+    times: list[float] = []
+    trainer = slipstream.Trainer(
+        model,
+        training_arguments(options, scratch),
+        train_dataset=rows,
+        data_collator=slipstream.PackedCollator(tokens=options.tokens),
+        compute_dtype=torch.bfloat16,
+        callbacks=[clock(times)],
+    )
+    return trainer, times, [sum(lengths) for lengths in rows["seq_lengths"]][: options.steps]
+
+
+def trl_arm(options: argparse.Namespace, scratch: str):
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    model = base_model(options)
+    model.config.use_cache = False
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    lora = LoraConfig(r=16, lora_alpha=16, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
+    times: list[float] = []
+    config = SFTConfig(
+        **common(options, scratch),
+        bf16=True,
+        packing=True,
+        max_length=options.tokens,
+        use_liger_kernel=True,
+        gradient_checkpointing=options.checkpointing,
+        dataset_num_proc=1,
+    )
+    trainer = SFTTrainer(
+        model,
+        config,
+        train_dataset=Dataset.from_dict({"input_ids": documents(options)}),
+        processing_class=tokenizer(options),
+        peft_config=lora,
+        callbacks=[clock(times)],
+    )
+    counts = [len(row) for row in trainer.train_dataset["input_ids"]]
+    return trainer, times, counts
+
+
+def training_arguments(options: argparse.Namespace, scratch: str):
+    from transformers import TrainingArguments
+
+    return TrainingArguments(**common(options, scratch))
+
+
+def common(options: argparse.Namespace, scratch: str) -> dict:
+    return {
+        "output_dir": scratch,
+        "max_steps": options.steps,
+        "per_device_train_batch_size": 1,
+        "learning_rate": 1e-4,
+        "logging_steps": 1000,
+        "report_to": "none",
+        "save_strategy": "no",
+        "optim": "adamw_torch_fused",
+        "dataloader_num_workers": 0,
+        "disable_tqdm": True,
+    }
+
+
+def clock(times: list[float]):
+    import torch
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            torch.cuda.synchronize()
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_, **__):
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - self.began)
+
+    return Clock()
+
+
+def base_model(options: argparse.Namespace):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if options.model not in SHAPES:
+        return AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, device_map={"": 0})
+    shape = dict(SHAPES[options.model])
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    config.num_hidden_layers = options.layers or config.num_hidden_layers
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def tokenizer(options: argparse.Namespace):
+    from transformers import AutoTokenizer
+
+    return byte_tokenizer() if options.model in SHAPES else AutoTokenizer.from_pretrained(options.model)
+
+
+def byte_tokenizer():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{letter: index + 3 for index, letter in enumerate(alphabet)}}
+    byte_level = Tokenizer(models.BPE(vocabulary, []))
+    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(False)
+    byte_level.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=byte_level, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def documents(options: argparse.Namespace) -> list[list[int]]:
+    if options.data:
+        from slipstream.data.rows import DataOptions
+        from slipstream.data.tokens import tokenise
+
+        rows = tokenise(options.data, DataOptions(train=options.data), tokenizer(options), max_length=options.tokens)
+        found = rows.documents["input_ids"]
+        needed = options.tokens * (options.steps + 2)
+        return [list(ids) for ids in found] * (1 + needed // sum(map(len, found)))
+    draw = random.Random(0)
+    made = []
+    for _ in range(options.steps + 2):
+        left = options.tokens
+        while left:
+            length = min(max(16, int(draw.lognormvariate(5.2, 0.8))), left)
+            length = left if left - length < 16 else length
+            made.append([draw.randrange(3, 40000) for _ in range(length)])
+            left -= length
+    return made
+
+
+def summary(results: list[dict]) -> dict:
+    shown: dict = {}
+    for arm in ARMS:
+        runs = [run for run in results if run["arm"] == arm and "error" not in run]
+        if runs:
+            best = statistics.median(run["median_step_ms"] for run in runs)
+            shown[arm] = {
+                "median_step_ms": best,
+                "tokens_per_second": round(statistics.median(run["tokens_per_second"] for run in runs)),
+                "peak_memory_gb": max(run["peak_memory_gb"] for run in runs),
+            }
+    if len(shown) == len(ARMS):
+        ours, theirs = (shown[arm]["tokens_per_second"] for arm in ARMS)
+        shown["tokens_per_second_ratio"] = round(ours / theirs, 3)
+    return shown
+
+
+def print_row(run: dict) -> None:
+    if "error" in run:
+        print(f"{run['arm']:12} failed: {run['error']}")
+    else:
+        print(
+            f"{run['arm']:12} {run['median_step_ms']:8.1f} ms {run['tokens_per_second']:8,} tokens/s "
+            f"{run['peak_memory_gb']:6.2f} GB",
+            flush=True,
+        )
+
+
+def environment() -> dict:
+    import torch
+
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "peft", "accelerate", "trl", "liger-kernel"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return {"device": torch.cuda.get_device_name(), "versions": versions}
+
+
+def commit() -> str:
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    return asked.stdout.strip() or os.environ.get("SLIPSTREAM_COMMIT", "unknown")
+
+
+if __name__ == "__main__":
+    main()
