@@ -10,6 +10,7 @@ page that doesn't update itself. Alternative: a tracker (the recipe's ``train.tr
 4. write    in one move
 """
 
+from datetime import datetime
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -72,7 +73,7 @@ def page(records: Records, name: str) -> str:
 
 def _model(records: Records) -> tuple[str, str]:
     """The model as the recipe names it, and its last part."""
-    whole = str(records.run.get("recipe", {}).get("model") or "Unknown model") if records.run else "Unknown model"
+    whole = str(section(records.run, "recipe").get("model") or "Unknown model")
     return whole, whole.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1] or whole
 
 
@@ -100,7 +101,11 @@ def _header(records: Records, numbers: KeyNumbers, name: str) -> Markup:
 
 def _date(records: Records) -> str:
     started = str(records.run.get("started") or "")
-    return started.replace("T", " ")[:16] if started else "unknown date"
+    try:
+        time = datetime.fromisoformat(started)
+    except ValueError:
+        return started or "unknown date"
+    return f"{time:%Y-%m-%d %H:%M} {time.tzname() or ''}".strip()
 
 
 def _parameters(records: Records) -> str:
@@ -136,8 +141,8 @@ def _tiles(records: Records, numbers: KeyNumbers) -> Markup:
         _tile("Training loss", _change(numbers.loss_first, numbers.loss_last), "first step → last step"),
         _tile("Speed", join(count_text(per_second)), "tokens/s, median step, padding not counted"),
         _tile("Peak memory", join(bytes_text(numbers.peak_bytes)), _of_device(numbers.peak_bytes, total)),
-        _tile("Packing fill", join(percent_text(numbers.fill)), "of the tokens computed are documents"),
-        _tile("Total time", join(time_text(numbers.seconds)), f"{numbers.steps:,} steps"),
+        _tile("Packing fill", join(percent_text(numbers.fill)), _of_tokens(numbers.fill)),
+        _tile("Training time", join(time_text(numbers.seconds)), _counted(records)),
     ]
     return tag("dl", *tiles, class_="tiles")
 
@@ -164,6 +169,15 @@ def _best(records: Records, numbers: KeyNumbers) -> str:
     if step is not None and loss is not None:
         return f"best {loss_text(loss)}, at step {step:,.0f}"
     return "not measured" if numbers.eval_before is None and numbers.eval_after is None else "before → after"
+
+
+def _of_tokens(fill: float | None) -> str:
+    return "not recorded" if fill is None else "of the tokens computed are documents"
+
+
+def _counted(records: Records) -> str:
+    evaluations = f", {len(records.evals):,} evaluations" if records.evals else ""
+    return f"{len(records.steps):,} steps{evaluations}"
 
 
 def _of_device(peak: float | None, total: float | None) -> str:

@@ -9,7 +9,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from slipstream.train.records import Records, StepRecord
@@ -32,6 +31,7 @@ class KeyNumbers:
     padding_factor: float | None
     """Tokens that padding would have computed, over those that packing computes."""
     seconds: float | None
+    """Steps and evaluations together."""
     nonfinite: tuple[int, ...]
     """Steps whose loss was NaN or infinite."""
 
@@ -93,13 +93,9 @@ def _padding_factor(packing: dict[str, Any]) -> float | None:
 
 
 def _duration(records: Records) -> float | None:
-    """Wall-clock seconds from start to finish, else the steps' own."""
-    try:
-        started, finished = (datetime.fromisoformat(str(records.run.get(key))) for key in ("started", "finished"))
-        return (finished - started).total_seconds()
-    except (ValueError, TypeError):  # no such time, or one with a time zone and one without
-        known = [step.seconds for step in records.steps if math.isfinite(step.seconds)]
-        return sum(known) if known else None
+    """What steps and evaluations took: the time between start and end would count the pause before a resume."""
+    known = [step.seconds for step in records.steps] + [evaluation.seconds for evaluation in records.evals]
+    return sum(filter(math.isfinite, known)) if known else None
 
 
 # -------------------------------------------------------------------------------------------------------------- written
@@ -135,7 +131,7 @@ def time_text(seconds: float | None) -> str:
     """E.g. ``4 min 12 s``."""
     if seconds is None:
         return "–"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {rest:02} s"
@@ -149,13 +145,13 @@ def binned(x: Sequence[float], y: Sequence[float], most: int = 600) -> tuple[lis
 
 
 def smoothed(values: Sequence[float], reach: int) -> list[float]:
-    """Means over each value's neighbours up to ``reach`` on both sides (fewer near the ends, so nothing lags).
+    """Means over each value's neighbours, up to ``reach`` on both sides; as many before as after, except at the end.
 
-    Values that are not finite are passed over, and stay NaN themselves.
+    Nothing lags, and the start isn't flattened. Values that are not finite are passed over, and stay NaN themselves.
     """
     result = []
     for at, value in enumerate(values):
-        near = min(reach, at, len(values) - 1 - at)
+        near = min(reach, at)
         result.append(_mean(values[at - near : at + near + 1]) if math.isfinite(value) else math.nan)
     return result
 

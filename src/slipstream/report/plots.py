@@ -25,8 +25,16 @@ from slipstream.report.markup import Markup, tag
 from slipstream.report.numbers import binned, smoothed, speed_of
 from slipstream.train.records import EvalRecord, StepRecord
 
-INK, MUTED, GRID, FIRST, SECOND, CARD = "#010203", "#020304", "#030405", "#040506", "#050607", "#060708"
-VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", FIRST: "first", SECOND: "second", CARD: "card"}
+INK, MUTED, GRID, FIRST, SECOND, CARD, EMPTY = (
+    "#010203",
+    "#020304",
+    "#030405",
+    "#040506",
+    "#050607",
+    "#060708",
+    "#070809",
+)
+VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", FIRST: "first", SECOND: "second", CARD: "card", EMPTY: "empty"}
 
 Draw = Callable[[Figure], None]
 
@@ -99,6 +107,7 @@ def learning(steps: Sequence[StepRecord], evals: Sequence[EvalRecord], summary: 
         peak = max((rate for rate in y if rate == rate), default=0) or 1
         rates.set_ylim(0, peak * 1.1)
         _style(losses, "", "loss (nats/token)")
+        losses.spines["bottom"].set_visible(False)
         _style(rates, "step", "learning rate", ticks=2)
         rates.set_yticks([0, peak])
         figure.align_ylabels()
@@ -154,7 +163,7 @@ def padding(tokens: float, packed: float, padded: float, summary: str) -> Plot:
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         axes.barh([1, 0], [tokens, tokens], height=0.55, color=FIRST, label="documents")
-        axes.barh([1, 0], [packed - tokens, padded - tokens], left=tokens, height=0.55, color=GRID, label="padding")
+        axes.barh([1, 0], [packed - tokens, padded - tokens], left=tokens, height=0.55, color=EMPTY, label="padding")
         axes.set_yticks([1, 0], ["packed", "padded"])
         axes.set_ylim(-0.55, 1.55)
         _style(axes, "tokens computed in one epoch", "", ticks=None)
