@@ -14,6 +14,8 @@ Shapes: B batch (1 when packed), H query heads, G key/value heads, T tokens, D h
 """
 
 from collections.abc import Callable
+from functools import cache
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -152,9 +154,17 @@ def varlen_kernel(
         segments.max_seqlen,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),  # causal, reaching back window - 1 tokens
-        enable_gqa=query.shape[1] != key.shape[1],
+        **_grouped_heads(query.shape[1] != key.shape[1]),
     )
     return out_THD[None]
+
+
+@cache
+def _grouped_heads(grouped: bool) -> dict[str, bool]:
+    """Torch 2.12 and newer want grouped heads announced; 2.11 takes them as they are and has no such argument."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": grouped} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def _autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
