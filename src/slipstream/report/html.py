@@ -189,8 +189,14 @@ def _of_device(peak: float | None, total: float | None) -> str:
 # -------------------------------------------------------------------------------------------------------------- figures
 
 
-def _section(title: str, *children: Markup, class_: str = "figures") -> Markup:
+def _section(title: str, *children: Markup, class_: str) -> Markup:
     return tag("section", tag("h2", title), tag("div", *children, class_=class_))
+
+
+def _figures(title: str, *figures: plots.Plot) -> Markup:
+    if len(figures) > 1:
+        return _section(title, *(figure.html() for figure in figures), class_="figures")
+    return _section(title, figures[0].alone().html(), class_="figures single")
 
 
 def _learning(records: Records, numbers: KeyNumbers) -> Markup:
@@ -200,19 +206,18 @@ def _learning(records: Records, numbers: KeyNumbers) -> Markup:
     summary = f"Loss for each learned token: {first} at the first step, {last} at the last."
     if numbers.eval_before is not None and numbers.eval_after is not None:
         summary += f" On held-out data {loss_text(numbers.eval_before)} before, {loss_text(numbers.eval_after)} after."
-    figure = plots.learning(records.steps, records.evals, summary).html()
-    return _section("Learning", figure, class_="figures learning")
+    return _figures("Learning", plots.learning(records.steps, records.evals, summary))
 
 
 def _speed(records: Records, numbers: KeyNumbers) -> Markup:
     if numbers.tokens_per_second is None:
         return Markup()
     text = f"Document tokens a second, padding not counted; {count_text(numbers.tokens_per_second)} in the median step."
-    figures = [plots.throughput(records.steps, text).html()]
+    figures = [plots.throughput(records.steps, text)]
     if numbers.peak_bytes is not None:
         text = f"Peak so far, at each step; {bytes_text(numbers.peak_bytes)} in the end."
-        figures.append(plots.memory(records.steps, text).html())
-    return _section("Speed and memory" if len(figures) > 1 else "Speed", *figures)
+        figures.append(plots.memory(records.steps, text))
+    return _figures("Speed and memory" if len(figures) > 1 else "Speed", *figures)
 
 
 def _packing(records: Records, numbers: KeyNumbers) -> Markup:
@@ -227,9 +232,9 @@ def _packing(records: Records, numbers: KeyNumbers) -> Markup:
             f"{count_text(documents)} documents in {count_text(rows)} rows of {count_text(capacity)} tokens leave "
             f"{count_text(padding)} tokens of padding. {_saving(numbers.padding_factor)}"
         )
-        figures.append(plots.padding(tokens, tokens + padding, padded, text).html())
+        figures.append(plots.padding(tokens, tokens + padding, padded, text))
     figures.extend(_histogram(packing))
-    return _section("Packing", *figures) if figures else Markup()
+    return _figures("Packing", *figures) if figures else Markup()
 
 
 def _saving(factor: float | None) -> str:
@@ -240,7 +245,7 @@ def _saving(factor: float | None) -> str:
     return f"Padding would have computed {factor:.1f} times as many tokens."
 
 
-def _histogram(packing: dict[str, Any]) -> list[Markup]:
+def _histogram(packing: dict[str, Any]) -> list[plots.Plot]:
     histogram = section(packing, "length_histogram")
     edges, counts = histogram.get("edges"), histogram.get("counts")
     if not isinstance(edges, list) or not isinstance(counts, list) or not counts or len(edges) != len(counts) + 1:
@@ -249,7 +254,7 @@ def _histogram(packing: dict[str, Any]) -> list[Markup]:
         return []
     fullest = max(range(len(counts)), key=counts.__getitem__)
     text = f"Most often between {count_text(edges[fullest])} and {count_text(edges[fullest + 1])} tokens."
-    return [plots.lengths(edges, counts, text).html()]
+    return [plots.lengths(edges, counts, text)]
 
 
 # --------------------------------------------------------------------------------------------------------------- tables

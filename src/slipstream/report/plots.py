@@ -11,7 +11,7 @@ import io
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import matplotlib
@@ -53,6 +53,10 @@ class Plot:
     """Width and height on a desktop, in CSS pixels."""
     narrow: tuple[int, int] = (330, 230)
     """The same on a phone."""
+
+    def alone(self) -> "Plot":
+        """The same, drawn for the whole width of a desktop's page."""
+        return replace(self, wide=(860, self.wide[1]))
 
     def html(self) -> Markup:
         """The ``<figure>``, with both drawings; the style sheet shows one."""
@@ -112,7 +116,7 @@ def learning(steps: Sequence[StepRecord], evals: Sequence[EvalRecord], summary: 
         rates.set_yticks([0, peak])
         figure.align_ylabels()
 
-    return Plot("learning", "Loss and learning rate", summary, draw, wide=(1000, 380), narrow=(330, 330))
+    return Plot("learning", "Loss and learning rate", summary, draw, wide=(480, 340), narrow=(330, 330))
 
 
 def _draw_loss(axes: Axes, steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> None:
@@ -139,7 +143,7 @@ def throughput(steps: Sequence[StepRecord], summary: str) -> Plot:
         axes.set_ylim(bottom=0)
         _style(axes, "step", "tokens/s")
 
-    return Plot("throughput", "Speed", summary, draw)
+    return Plot("throughput", "Tokens a second", summary, draw)
 
 
 def memory(steps: Sequence[StepRecord], summary: str) -> Plot:
