@@ -8,8 +8,13 @@ be shorter to write down and wrong for the next family.
 
 What is left alone (mixture of experts): everything under a module called ``experts`` or of a class ``*Experts``; a
 ``router``; a ``gate`` that stands beside experts; the ``shared_expert_gate``. Shared experts see every token: dense.
+
+In some of these families a dense layer shares its name with what the experts' fused matrices were called before, and
+peft, when it builds or loads an adapter, takes the name for the experts. No adapter on such a layer would load in plain
+peft, so none is put there: ``all-linear`` leaves it out with a warning, and naming it is an error.
 """
 
+import logging
 import re
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -28,6 +33,10 @@ if TYPE_CHECKING:
 ALL_LINEAR = "all-linear"
 SHOWN_NAMES = 12
 """How many existing names an error lists."""
+FUSED_PAIRS = frozenset({"gate_proj", "up_proj", "w1", "w3"})
+"""Names that peft wants to see together, since they are fused into one matrix in an expert."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +111,10 @@ def add_adapter(model: "PreTrainedModel", options: AdapterOptions, *, seed: int)
     )
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
+        targets = set(config.target_modules)
         adapted: PeftModel = get_peft_model(model, config)
+    assert set(adapted.targeted_module_names) == targets
+    assert not adapted.targeted_parameter_names
     return adapted
 
 
@@ -132,7 +144,10 @@ def resolve_targets(model: "PreTrainedModel", options: AdapterOptions) -> list[s
     for name in names:
         if not any(_ends_with(module, name) for module in candidates):
             raise InputError(_no_match(model, name, candidates))
-    return [module for module in candidates if any(_ends_with(module, name) for name in names)]
+    wanted = [module for module in candidates if any(_ends_with(module, name) for name in names)]
+    if redirected := _taken_for_experts(model, wanted):
+        raise InputError(f"adapter.targets: peft takes {redirected[0]} for the experts' matrices; leave it out")
+    return wanted
 
 
 def trainable_summary(model: "nn.Module") -> TrainableSummary:
@@ -182,6 +197,11 @@ def _all_linear(model: "PreTrainedModel", options: AdapterOptions) -> list[str]:
         for name in _adaptable(model, options)
         if _is_linear(modules[name]) and modules[name] is not head and re.search(r"\.\d+\.", name)
     ]
+    redirected = set(_taken_for_experts(model, found))
+    if redirected:
+        names = ", ".join(sorted({_group_name(name) for name in redirected}))
+        logger.warning("adapter.targets: %s leaves out %s, which peft takes for the experts", ALL_LINEAR, names)
+    found = [name for name in found if name not in redirected]
     if not found:
         raise InputError(
             f"adapter.targets: {ALL_LINEAR} matches nothing in {type(model).__name__}; name the modules to adapt"
@@ -201,6 +221,16 @@ def _adaptable(model: "PreTrainedModel", options: AdapterOptions) -> list[str]:
         and name not in routed
         and not any(_lies_in(name, saved) for saved in options.modules_to_save)
     ]
+
+
+def _taken_for_experts(model: "PreTrainedModel", names: list[str]) -> list[str]:
+    """Those of the modules that peft would turn into adapters on the experts, asked of peft itself."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=[*names, *FUSED_PAIRS])
+    convert_peft_config_for_transformers(config, model, conversions=None)
+    return [name for name in names if name not in config.target_modules]
 
 
 def _is_linear(module: "nn.Module") -> bool:
