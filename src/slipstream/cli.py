@@ -156,7 +156,7 @@ def _console(*, stderr: bool) -> "Console":
     """A console that prints text as it is: brackets in a user's data are no markup, ``:id:`` is no emoji."""
     from rich.console import Console
 
-    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 @contextmanager

@@ -32,9 +32,7 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
         )
         self._bar = Progress(*columns, console=console, transient=False)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Draw the bar."""
         self._began = self._last_line = time.monotonic()
         self._first_step = state.global_step
@@ -55,7 +53,8 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the finished bar on the screen."""
-        self._bar.stop()
+        if self.console.is_terminal:
+            self._bar.stop()
 
 
 def status(record: StepRecord | None) -> str:
