@@ -1,13 +1,15 @@
 """Apply what fits this model and device to one model instance, and undo it.
 
 Everything hangs on one ``Applied`` object on the instance (the base model below peft, if peft wraps it): the attention
-choice in its config, two forward hooks on its decoder, the checkpointing switch. No class is patched and no source
-rewritten; ``restore`` leaves the model as it was.
+choice in its config, forward hooks, the checkpointing switch. No class is patched and no source rewritten; ``restore``
+leaves the model as it was.
 
-The pre-hook puts ``segments`` on the input's device, stops transformers from looking for packed sequences itself (an
-empty 4-D mask: with ``None`` it compares position ids on the device and waits for the answer), and the post-hook
-counts at the first packed forward that every attention module did read the boundaries. A model that drops them on the
-way would train with documents that see each other, without an error: it is refused instead.
+The decoder's pre-hook puts ``segments`` on the input's device and stops transformers from looking for packed sequences
+itself (with a 4-D placeholder for the mask: with ``None`` it compares position ids on the device and waits for the
+answer). The post-hook counts at the first packed forward that every attention module did read the boundaries; it is on
+the outer model too, since some models keep unknown arguments from their decoder. A model that drops the boundaries on
+the way would train with documents that see each other, without an error: it is refused instead. A model that can't be
+trained packed keeps its own attention, so that unpacked training is exactly its own.
 """
 
 import re
@@ -18,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
@@ -26,13 +29,23 @@ from slipstream.decision import Decision
 from slipstream.device.segments import Segments
 from slipstream.errors import InputError
 from slipstream.memory.policy import ActivationsChoice, choose_activations
-from slipstream.model.attention import AttentionChoice, attention_key, choose_attention, register_attention
+from slipstream.model.attention import (
+    AttentionChoice,
+    attention_key,
+    choose_attention,
+    mask_placeholder,
+    register_attention,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 ATTRIBUTE = "_slipstream"
 RECURRENT = re.compile(
     r"Mamba|SSM|GatedDelta|DeltaNet|ShortConv|RWKV|Rwkv|Recurrent|LinearAttention|LightningAttention"
 )
+RANDOM = re.compile(r"drop|jitter|noise")
+"""Settings of a model's config that make its layers draw random numbers in training."""
+SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func")
+"""The attributes by which transformers' layers know whether and how to recompute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +67,11 @@ class Applied:
     """What hangs on a model after ``apply``, and what ``restore`` needs."""
 
     decisions: list[Decision]
+    attention: str | None
+    """The key under which our attention is registered; None where the model's own was left."""
     previous_attention: str
-    checkpointing: list[tuple[nn.Module, bool, Any]] = field(default_factory=list)
+    checkpointing: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
+    """Each module that has a switch, and its ``SWITCHES`` as they were."""
     hooks: list[RemovableHandle] = field(default_factory=list)
     segments_checked: bool = False
 
@@ -67,23 +83,20 @@ def apply(model: Model, options: Options | None = None) -> Model:
     undoes the first call. Raises ``InputError`` when a named choice can't be honoured.
     """
     options = options or Options()
+    restore(model)
     base = base_model(model)
-    if hasattr(base, ATTRIBUTE):
-        restore(model)
     device = describe(next(base.parameters()).device)
-    dtype = options.compute_dtype or base.dtype
-    attention, attention_decision = choose_attention(options.attention, base.config, device, dtype)
-    recompute, memory_decision = choose_activations(options.activations, base.config, device, options.tokens)
-    decisions = [attention_decision, memory_decision, packing_decision(base)]
-    applied = Applied(decisions, base.config._attn_implementation)
-    register_attention()
-    base.set_attn_implementation(attention_key(attention))
-    decoder = base.get_decoder()
-    applied.hooks = [
-        decoder.register_forward_pre_hook(partial(_enter, applied), with_kwargs=True),
-        decoder.register_forward_hook(partial(_leave, applied), with_kwargs=True),
-    ]
-    applied.checkpointing = _set_checkpointing(base, recompute)
+    packing = packing_decision(base)
+    key, attention = _attention(options, base, device, packing)
+    recompute, memory = choose_activations(options.activations, base.config, device, options.tokens)
+    if options.activations == "auto" and _checkpoints(base):
+        recompute, memory = False, Decision("recompute", True, "the model was given with checkpointing switched on")
+    applied = Applied([attention, memory, packing], key, base.config._attn_implementation)
+    applied.checkpointing = _set_checkpointing(base, options.activations, recompute)
+    if key is not None:
+        register_attention()
+        base.set_attn_implementation(key)
+    applied.hooks = _hook(applied, model, base)
     setattr(base, ATTRIBUTE, applied)
     return model
 
@@ -96,13 +109,12 @@ def restore(model: Model) -> Model:
         return model
     for hook in applied.hooks:
         hook.remove()
-    base.set_attn_implementation(applied.previous_attention)
-    for module, flag, function in applied.checkpointing:
-        module.gradient_checkpointing = flag
-        if function is None:
-            vars(module).pop("_gradient_checkpointing_func", None)
-        else:
-            module._gradient_checkpointing_func = function
+    if applied.attention is not None:
+        base.set_attn_implementation(applied.previous_attention)
+    for module, switches in applied.checkpointing:
+        for name in SWITCHES:
+            vars(module).pop(name, None)
+        vars(module).update(switches)
     delattr(base, ATTRIBUTE)
     return model
 
@@ -115,53 +127,70 @@ def decisions(model: nn.Module) -> list[Decision]:
 
 def base_model(model: nn.Module) -> Any:
     """The Hugging Face model below wrappers: peft's, DistributedDataParallel's, torch.compile's."""
+    inner: Any = model
     while True:
-        if hasattr(model, "get_base_model"):
-            model = model.get_base_model()
-        elif isinstance(getattr(model, "module", None), nn.Module) and not hasattr(model, "set_attn_implementation"):
-            model = model.module
+        if isinstance(getattr(inner, "_orig_mod", None), nn.Module):
+            inner = inner._orig_mod
+        elif hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        elif isinstance(getattr(inner, "module", None), nn.Module) and not hasattr(inner, "set_attn_implementation"):
+            inner = inner.module
         else:
             break
-    if not hasattr(model, "set_attn_implementation") or not hasattr(model, "get_decoder"):
-        raise InputError(f"{type(model).__name__} is not a Hugging Face causal language model, which apply needs")
-    return model
+    if not hasattr(inner, "set_attn_implementation") or not hasattr(inner, "get_decoder"):
+        raise InputError(f"{type(inner).__name__} is not a Hugging Face causal language model, which apply needs")
+    return inner
 
 
 def packing_decision(model: nn.Module) -> Decision:
-    """Whether this model may be trained packed: not with recurrent layers, whose state would cross documents."""
+    """Whether this model may be trained packed, as far as can be told before its first forward.
+
+    Not with recurrent layers, whose state would cross documents, nor where attention can't be exchanged for ours.
+    """
     base = base_model(model)
     recurrent = sorted(
         {type(m).__name__ for m in base.modules() if isinstance(m, nn.Conv1d) or RECURRENT.search(type(m).__name__)}
     )
+    obstacle = None
     if recurrent:
-        reason = f"layers that carry state across documents ({', '.join(recurrent)}); set packing.enabled: false"
-        return Decision("packing", False, reason)
+        obstacle = f"layers that carry state across documents ({', '.join(recurrent[:3])})"
+    elif not base._can_set_attn_implementation():
+        obstacle = "its attention can't be chosen through transformers' AttentionInterface"
+    elif not base._supports_sdpa or getattr(base.config.get_text_config(), "attn_logit_softcapping", None):
+        obstacle = "its attention does more than scaled dot products (soft caps, sinks or a bias of its own)"
+    if obstacle is not None:
+        return Decision("packing", False, f"{obstacle}; set packing.enabled: false")
     return Decision("packing", True, "boundaries built once a batch; every attention module is checked to read them")
 
 
-def _enter(
-    applied: Applied, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    segments: Segments | None = kwargs.get("segments")
-    if segments is None:
-        return None
-    _refuse_packing(applied, kwargs)
-    tokens = args[0] if args else kwargs.get("input_ids")
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-    if tokens is None or tuple(tokens.shape[:2]) != (1, segments.total):
-        shape = None if tokens is None else list(tokens.shape)
+def _attention(options: Options, base: Any, device: Device, packing: Decision) -> tuple[str | None, Decision]:
+    """The key of the attention to set, or None to leave the model's own, and the decision."""
+    if packing.on:
+        dtype = options.compute_dtype or base.dtype
+        choice, decision = choose_attention(options.attention, base.config, device, dtype)
+        return attention_key(choice), decision
+    if options.attention != "auto":
         raise InputError(
-            f"segments hold {segments.total:,} tokens, but the batch has shape {shape}; it must be [1, {segments.total}]"
+            f"attention {options.attention}: not for a model that can't be trained packed: {packing.reason}"
         )
-    segments = segments.on(tokens.device)
-    kwargs = dict(kwargs, segments=segments, use_cache=False)
-    kwargs["attention_mask"] = torch.empty((1, 1, 0, 0), device=tokens.device)
-    if kwargs.get("position_ids") is None:
-        kwargs["position_ids"] = segments.position_ids()
-    return args, kwargs
+    return None, Decision("attention", False, "left as it was, because this model can't be trained packed")
 
 
-def _refuse_packing(applied: Applied, kwargs: dict[str, Any]) -> None:
+def _hook(applied: Applied, model: nn.Module, base: Any) -> list[RemovableHandle]:
+    """Hooks on the decoder, which all calls reach, and on the models around it, which may keep segments from it."""
+    decoder = base.get_decoder()
+    hooks = [decoder.register_forward_pre_hook(partial(_enter, applied), with_kwargs=True)]
+    for module in dict.fromkeys((decoder, base, model)):
+        hooks.append(
+            module.register_forward_pre_hook(partial(_refuse_packing, applied), with_kwargs=True, prepend=True)
+        )
+        hooks.append(module.register_forward_hook(partial(_leave, applied, decoder), with_kwargs=True))
+    return hooks
+
+
+def _refuse_packing(applied: Applied, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("segments") is None:
+        return
     if kwargs.get("attention_mask") is not None:
         raise InputError(
             f"attention_mask of shape {list(kwargs['attention_mask'].shape)} beside segments: a mask would make the "
@@ -172,44 +201,85 @@ def _refuse_packing(applied: Applied, kwargs: dict[str, Any]) -> None:
             raise InputError(f"this model can't be trained packed: {decision.reason}")
 
 
-def _leave(applied: Applied, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _enter(
+    applied: Applied, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    segments: Segments | None = kwargs.get("segments")
+    if segments is None:
+        return None
+    config: Any = decoder.config
+    if config._attn_implementation != applied.attention:
+        raise InputError(
+            f"attention was set to {config._attn_implementation} after apply, which would let documents see each "
+            f"other; apply again, or restore(model) and train without segments"
+        )
+    tokens = args[0] if args else kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None or tuple(tokens.shape[:2]) != (1, segments.total):
+        shape = None if tokens is None else list(tokens.shape)
+        raise InputError(
+            f"segments hold {segments.total:,} tokens, but the batch has shape {shape}; "
+            f"it must be [1, {segments.total}]"
+        )
+    segments = segments.on(tokens.device)
+    kwargs = dict(kwargs, segments=segments, use_cache=False, attention_mask=mask_placeholder(tokens.device))
+    if kwargs.get("position_ids") is None:
+        kwargs["position_ids"] = segments.position_ids()
+    return args, kwargs
+
+
+def _leave(
+    applied: Applied, decoder: Any, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
     segments: Segments | None = kwargs.get("segments")
     if segments is None or applied.segments_checked:
         return
+    reading = {id(m) for m in decoder.modules()} & segments.readers
     expected = {id(m): name for name, m in decoder.named_modules() if type(m).__name__.endswith("Attention")}
-    deaf = [name for key, name in expected.items() if key not in segments.readers]
+    deaf = [name for key, name in expected.items() if key not in reading]
     layers = getattr(decoder.config, "num_hidden_layers", len(expected))
-    if deaf or len(segments.readers) < layers:
+    if deaf or len(reading) < layers:
         raise InputError(
-            f"{type(decoder).__name__} does not hand segments to its attention ({len(segments.readers)} of "
+            f"{type(decoder).__name__} does not hand segments to its attention ({len(reading)} of "
             f"{max(len(expected), layers)} modules read them; not {', '.join(deaf[:3]) or 'all layers'}): documents "
             f"would see each other; set packing.enabled: false"
         )
     applied.segments_checked = True
 
 
-def _set_checkpointing(base: Any, recompute: bool) -> list[tuple[nn.Module, bool, Any]]:
+def _checkpoints(base: nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in base.modules())
+
+
+def _set_checkpointing(base: Any, asked: ActivationsChoice, recompute: bool) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Switch checkpointing of the decoder layers; gives what to put back."""
     modules = [m for m in base.modules() if hasattr(m, "gradient_checkpointing")]
-    before = [(m, m.gradient_checkpointing, vars(m).get("_gradient_checkpointing_func")) for m in modules]
+    before = [(m, {name: vars(m)[name] for name in SWITCHES if name in vars(m)}) for m in modules]
+    if recompute and not modules:
+        raise InputError(f"{type(base).__name__} has no layers that can be recomputed; set activations: keep")
     if recompute:
         base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint_of(base))
+    elif asked == "keep":
+        for module in modules:
+            module.gradient_checkpointing = False
     return before
 
 
-def _checkpoint_of(base: nn.Module) -> Callable[..., Any]:
-    """Checkpointing that keeps random state only where a layer draws numbers (known at the first call, after peft)."""
-    keeps_random_state = cache(partial(_has_dropout, base))
+def _checkpoint_of(base: Any) -> Callable[..., Any]:
+    """Checkpointing that keeps random state only where a layer draws random numbers.
+
+    Looked up once for each set of adapters, since peft may add dropout after ``apply``.
+    """
+
+    @cache
+    def sources(adapters: tuple[str, ...]) -> tuple[bool, list[Any]]:
+        settings = base.config.to_dict().items()
+        named = any(RANDOM.search(k) and isinstance(v, int | float) and v > 0 for k, v in settings)
+        return named, [m for m in base.modules() if isinstance(m, _DropoutNd)]
 
     def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=keeps_random_state(), **kwargs)
+        named, dropouts = sources(tuple(getattr(base, "peft_config", ())))
+        draws = named or any(dropout.p > 0 for dropout in dropouts)
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws, **kwargs)
 
     return recompute
-
-
-def _has_dropout(base: nn.Module) -> bool:
-    """Whether a layer draws random numbers, so that its recompute must draw the same ones."""
-    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in base.modules()):
-        return True
-    config: Any = base.config
-    return any(value for key, value in config.to_dict().items() if "dropout" in key and isinstance(value, float))

@@ -16,7 +16,7 @@ T: tokens of the batch. ``cu_seqlens`` is filled with T to a bucketed count, so 
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -69,7 +69,7 @@ class Segments:
         """
         checked = _checked_lengths(lengths)
         used = sum(checked)
-        total = used if total is None else operator.index(total)
+        total = used if total is None else _whole(total, "total")
         if used > total:
             raise InputError(
                 f"lengths sum to {used:,} > {total:,} tokens of the row; give fewer documents or a larger total"
@@ -109,6 +109,7 @@ class Segments:
 
     def on(self, device: torch.device | str | int) -> "Segments":
         """These segments on ``device``; copied at the first call (asynchronously from pinned memory), then kept."""
+        self._refuse_edited()
         device = _with_index(torch.device(device))
         if device == self.device:
             return self
@@ -147,40 +148,40 @@ class Segments:
         return self._once(("mask", self.device, dtype, window), lambda: self._build_mask(dtype, window))
 
     def _build_mask(self, dtype: torch.dtype, window: int | None) -> torch.Tensor:
-        needed = self.total**2 * (dtype.itemsize + 1)
+        needed = self.total**2 * (dtype.itemsize + 2)  # the mask, and two of booleans while it is made
         if needed > LARGEST_MASK_BYTES:
             raise InputError(
-                f"a dense mask of {self.total:,}² tokens takes {needed / 2**30:.1f} GiB > {LARGEST_MASK_BYTES / 2**30:.0f} GiB; "
-                f"use attention varlen, or lower packing.tokens or packing.rows"
+                f"a dense mask of {self.total:,}² tokens takes {needed / 2**30:.1f} GiB > "
+                f"{LARGEST_MASK_BYTES / 2**30:.0f} GiB; use attention varlen, or lower packing.tokens or packing.rows"
             )
         position = torch.arange(self.total, device=self.device)
-        distance = position[:, None] - position[None, :]
-        hidden = (self.segment_ids[:, None] != self.segment_ids[None, :]) | (distance < 0)
+        hidden = self.segment_ids[:, None] != self.segment_ids[None, :]
+        hidden |= position[:, None] < position[None, :]
         if window is not None:
-            hidden |= distance >= window
+            hidden |= position[:, None] >= position[None, :] + window
         mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
         return mask.masked_fill_(hidden, float("-inf"))[None, None]
 
-    def _once(self, key: tuple[Any, ...], build: Any) -> torch.Tensor:
-        if self.cu_seqlens._version or self.segment_ids._version:
-            raise RuntimeError(
-                "Segments was edited in place; it is immutable: make a new one with Segments.from_lengths"
-            )
+    def _once(self, key: tuple[Any, ...], build: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self._refuse_edited()
         if key not in self._derived:
             self.builds[key] += 1
             with torch.no_grad():
                 self._derived[key] = build()
         return self._derived[key]
 
-    def _moved(self, move: Any) -> "Segments":
+    def _refuse_edited(self) -> None:
+        if self.cu_seqlens._version or self.segment_ids._version:
+            raise RuntimeError(
+                "Segments was edited in place; it is immutable: make a new one with Segments.from_lengths"
+            )
+
+    def _moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Segments":
         return replace(self, cu_seqlens=move(self.cu_seqlens), segment_ids=move(self.segment_ids), _derived={}, _on={})
 
 
 def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
-    try:
-        checked = tuple(operator.index(length) for length in lengths)
-    except TypeError as error:
-        raise InputError(f"lengths {list(lengths)[:8]} must be whole numbers of tokens: {error}") from error
+    checked = tuple(_whole(length, f"length of document {index}") for index, length in enumerate(lengths))
     if not checked:
         raise InputError("no lengths: a packed row holds at least one document")
     for index, length in enumerate(checked):
@@ -189,8 +190,16 @@ def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
     return checked
 
 
+def _whole(value: object, name: str) -> int:
+    """``value`` as a Python integer; a bool is refused: it is what a mask cast to boundaries looks like."""
+    if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
+        raise InputError(f"{name} is {value}, must be a whole number of tokens")
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # whether it has an index is the question
+    except TypeError as error:
+        raise InputError(f"{name} is {value!r}, must be a whole number of tokens") from error
+
+
 def _with_index(device: torch.device) -> torch.device:
     """``cuda`` and ``cuda:0`` are one device: give the index where it is left out."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device

@@ -68,6 +68,15 @@ def choose_attention(
     return "sdpa", Decision("attention", True, f"sdpa: one mask a batch for each distinct window ({why})")
 
 
+def mask_placeholder(device: torch.device) -> torch.Tensor:
+    """bool [1, 1, 1, 1]: what stands for the mask in a packed forward.
+
+    transformers passes a 4-D mask on as it is. It broadcasts over any scores, so that a model which computes attention
+    by itself gets as far as the check that refuses it.
+    """
+    return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+
+
 def varlen_obstacle(config: Any, device: Device, dtype: torch.dtype) -> str | None:
     """Why variable-length attention can't run here, or None."""
     if device.kind != "cuda":
@@ -102,7 +111,10 @@ def _over_segments(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
             )
             return plain
-        _refuse_unhonoured(module, query, key, segments, kwargs)
+        _refuse_unhonoured(module, kwargs, attention_mask)
+        _refuse_other_shapes(module, query, key, segments)
+        if sliding_window is None:
+            _refuse_silent_window(module, segments)
         segments.readers.add(id(module))
         query, key, value = _autocast(query, key, value)
         return kernel(query, key, value, segments.on(query.device), scaling, dropout, sliding_window), None
@@ -144,7 +156,7 @@ def varlen_kernel(
         raise InputError(f"attention dropout {dropout}: varlen attention has none; set attention to sdpa")
     window = segments.window(window)
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
-    out_THD: torch.Tensor = varlen_attn(
+    out_THD = varlen_attn(
         q_THD,
         k_TGD,
         v_TGD,
@@ -156,11 +168,12 @@ def varlen_kernel(
         window_size=(-1 if window is None else window - 1, 0),  # causal, reaching back window - 1 tokens
         **_grouped_heads(query.shape[1] != key.shape[1]),
     )
+    assert isinstance(out_THD, torch.Tensor)  # a pair only where the log-sums are asked for
     return out_THD[None]
 
 
 @cache
-def _grouped_heads(grouped: bool) -> dict[str, bool]:
+def _grouped_heads(grouped: bool) -> dict[str, Any]:
     """Torch 2.12 and newer want grouped heads announced; 2.11 takes them as they are and has no such argument."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -175,9 +188,7 @@ def _autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
 
 
-def _refuse_unhonoured(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, segments: Segments, kwargs: dict[str, Any]
-) -> None:
+def _refuse_unhonoured(module: nn.Module, kwargs: dict[str, Any], mask: torch.Tensor | None) -> None:
     name = type(module).__name__
     for option in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(option) is not None:
@@ -186,8 +197,31 @@ def _refuse_unhonoured(
             )
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise InputError(f"{name} attends in both directions; packed training is for causal language models")
+    if mask is not None and mask.numel() != 1:
+        raise InputError(
+            f"{name} makes a mask of its own, {list(mask.shape)}, which packed attention would not honour; "
+            f"set packing.enabled: false"
+        )
+
+
+def _refuse_other_shapes(module: nn.Module, query: torch.Tensor, key: torch.Tensor, segments: Segments) -> None:
     if query.shape[0] != 1 or query.shape[2] != segments.total or key.shape[2] != segments.total:
         raise InputError(
-            f"segments hold {segments.total:,} tokens in one row, but {name} got queries of shape {list(query.shape)} "
-            f"and keys of shape {list(key.shape)}; give the batch as the collator made it, without a cache"
+            f"segments hold {segments.total:,} tokens in one row, but {type(module).__name__} got queries of shape "
+            f"{list(query.shape)} and keys of shape {list(key.shape)}; give the batch as the collator made it, without "
+            f"a cache"
+        )
+
+
+def _refuse_silent_window(module: Any, segments: Segments) -> None:
+    """Refuse a layer that hides tokens by its mask alone: the mask is not made here, so it would see too far."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[module.layer_idx] if kinds and hasattr(module, "layer_idx") else "sliding_attention"
+    setting = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)
+    reach = getattr(config, setting, None) if setting else None
+    if isinstance(reach, int) and segments.window(reach) is not None:
+        raise InputError(
+            f"{type(module).__name__} limits its view by {setting} {reach:,} without telling its attention, and a "
+            f"segment has {segments.max_seqlen:,} tokens; lower max_length to {reach:,} or set packing.enabled: false"
         )

@@ -21,11 +21,9 @@ def summed_cross_entropy(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> t
     Labels of -100 are left out; with none left the sum is 0. No host sync.
     """
     targets_BT = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE).to(logits_BTV.device)
-    chunks = zip(
-        logits_BTV.flatten(0, 1).split(LOSS_CHUNK), targets_BT.flatten().split(LOSS_CHUNK), strict=True
-    )
+    pairs = (torch.split(x, LOSS_CHUNK) for x in (logits_BTV.flatten(0, 1), targets_BT.flatten()))
     total = logits_BTV.new_zeros((), dtype=torch.float32)
-    for logits_CV, targets_C in chunks:
+    for logits_CV, targets_C in zip(*pairs, strict=True):
         total = total + checkpoint(
             _chunk_cross_entropy, logits_CV, targets_C, use_reentrant=False, preserve_rng_state=False
         )

@@ -12,6 +12,7 @@ The alternative, a loop of our own, would be shorter and would have to learn DDP
 """
 
 import copy
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy
 
 from slipstream.device.segments import Segments
+from slipstream.errors import InputError
 from slipstream.train.loss import learned_tokens, summed_cross_entropy
 from slipstream.train.records import EvalRecord, StepLog, StepRecord
 
@@ -63,7 +65,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     ``compute_dtype``: layers run under autocast in this dtype (None: in the weights' dtype, or as ``args.bf16`` says).
     ``step_log``: where a ``StepRecord`` a step goes. ``on_eval``: called with each evaluation's ``EvalRecord``.
+    Raises ``InputError`` for arguments of the base class that the packed loss would pass over.
     """
+
+    control: TrainerControl
 
     def __init__(
         self,
@@ -76,9 +81,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         **named: Any,
     ) -> None:
         """See the class."""
+        args = TrainingArguments() if args is None else args
         self.log_every = _log_interval(args)
         args = _without_syncs(args)
         super().__init__(model, args, *positional, **named)
+        _refuse_ignored(self)
         self.model_accepts_loss_kwargs = True  # the loss is divided by num_items_in_batch here, not by accumulation
         self.compute_dtype = compute_dtype
         self.step_log = step_log or StepLog(None)
@@ -101,6 +108,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         labels = inputs["labels"]
         with self._autocast(labels.device):
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        _refuse_unread(model, inputs.get("segments"))
         learned = learned_tokens(labels) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
         loss = summed_cross_entropy(outputs.logits, labels) / learned.clamp(min=1)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
@@ -128,7 +136,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Loss for each learned token of the evaluation set, in nats: ``{prefix}_loss``, ``{prefix}_learned_tokens``."""
+        """Loss for each learned token of the set, in nats: ``{prefix}_loss``, ``{prefix}_learned_tokens``."""
         eval_dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(eval_dataset, dict):
             return {
@@ -161,6 +169,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             labels = inputs.pop("labels")
             with self._autocast(labels.device):
                 loss += summed_cross_entropy(self.model(**inputs).logits, labels)
+            _refuse_unread(self.model, inputs.get("segments"))
             count += learned_tokens(labels)
         self.model.train(was_training)
         loss, count = self.accelerator.reduce((loss, count), reduction="sum")
@@ -178,7 +187,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Hand the step's numbers to the log; scalars leave the device asynchronously."""
         tally, self._tally = self._tally, _StepTally()
         now = time.perf_counter()
-        assert tally.loss is not None and tally.learned is not None and tally.grad_norm is not None
+        assert tally.loss is not None
+        assert tally.learned is not None
+        assert tally.grad_norm is not None
         fields = {
             "step": self.state.global_step,
             "epoch": self.state.epoch or 0.0,
@@ -195,7 +206,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _log_record(self, record: StepRecord) -> None:
         """Pass a record that has arrived to the base class's log and trackers, at the interval the user asked for."""
-        if self.log_every and record.step % self.log_every == 0:
+        every = self.log_every if self.log_every >= 1 else math.ceil(self.state.max_steps * self.log_every)
+        if every and record.step % every == 0:
             self.log(
                 {
                     "loss": record.loss,
@@ -227,16 +239,39 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
         self.trainer.step_log.drain()
 
 
-def _log_interval(args: TrainingArguments | None) -> int:
-    """Steps between logs that ``args`` ask for; 0 for none."""
-    if args is None or args.logging_strategy != IntervalStrategy.STEPS:
-        return 0
-    return max(1, int(args.logging_steps))
+def _log_interval(args: TrainingArguments) -> float:
+    """Steps between logs that ``args`` ask for, or below 1 a share of all steps; 0 for none."""
+    return float(args.logging_steps) if args.logging_strategy == IntervalStrategy.STEPS else 0
 
 
-def _without_syncs(args: TrainingArguments | None) -> TrainingArguments:
+def _refuse_ignored(trainer: Trainer) -> None:
+    """Refuse what the base class would have used and the packed loss and evaluation would not."""
+    given = {
+        "label_smoothing_factor": bool(trainer.args.label_smoothing_factor),
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "compute_metrics": trainer.compute_metrics is not None,
+        "preprocess_logits_for_metrics": trainer.preprocess_logits_for_metrics is not None,
+    }
+    ignored = [name for name, there in given.items() if there]
+    if ignored:
+        raise InputError(
+            f"{', '.join(ignored)}: Slipstream's Trainer computes the summed cross-entropy over learned tokens and "
+            f"would pass over it; leave it out, or use transformers' Trainer on the applied model"
+        )
+
+
+def _refuse_unread(model: nn.Module, segments: Segments | None) -> None:
+    """Refuse a forward in which no attention asked for the boundaries: without ``apply`` documents see each other."""
+    if segments is not None and not segments.readers:
+        raise InputError(
+            f"{type(model).__name__} did not read the segments of its batch, so documents would see each other; "
+            f"give the trainer slipstream.apply(model)"
+        )
+
+
+def _without_syncs(args: TrainingArguments) -> TrainingArguments:
     """A copy of ``args`` without what makes the host wait in a step or drops our batch's parts."""
-    args = copy.deepcopy(args) if args is not None else TrainingArguments()
+    args = copy.deepcopy(args)
     args.logging_strategy = IntervalStrategy.NO  # reads the loss on the host; StepLog does it asynchronously
     args.logging_nan_inf_filter = False  # looks at every loss
     args.remove_unused_columns = False  # would drop seq_lengths
