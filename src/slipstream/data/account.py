@@ -44,20 +44,22 @@ class Account:
         """The account in sentences; what was left out comes with how much."""
         share = f" ({self.tokens_learned / self.tokens:.0%})" if self.tokens else ""
         told = [
-            f"{self.rows_kept:,} of {self.rows_read:,} rows kept: {self.documents:,} documents, "
-            f"{self.tokens:,} tokens, {self.tokens_learned:,} learned{share}."
+            f"{self.rows_kept:,} of {counted(self.rows_read, 'row')} kept: {counted(self.documents, 'document')}, "
+            f"{counted(self.tokens, 'token')}, {self.tokens_learned:,} learned{share}."
         ]
         if self.rows_cut:
-            told.append(f"{self.rows_cut:,} rows cut to the maximum length: {self.tokens_cut:,} tokens lost.")
+            told.append(
+                f"{counted(self.rows_cut, 'row')} cut to the maximum length: {counted(self.tokens_cut, 'token')} lost."
+            )
         if self.rows_split:
-            told.append(f"{self.rows_split:,} rows split into documents of the maximum length.")
+            told.append(f"{counted(self.rows_split, 'row')} split into documents of the maximum length.")
         if self.rows_dropped:
-            told.append(f"{self.rows_dropped:,} rows dropped: longer than the maximum length.")
+            told.append(f"{counted(self.rows_dropped, 'row')} dropped: longer than the maximum length.")
         if self.tokens_dropped:
-            told.append(f"{self.tokens_dropped:,} tokens dropped with rows or pieces that are not trained on.")
+            told.append(f"{counted(self.tokens_dropped, 'token')} dropped with rows or pieces that are not trained on.")
         if self.rows_bad:
             first = "; ".join(f"row {number}: {reason}" for number, reason in self.bad[:3])
-            told.append(f"{self.rows_bad:,} bad rows skipped, e.g. {first}.")
+            told.append(f"{counted(self.rows_bad, 'bad row')} skipped, e.g. {first}.")
         return told
 
     def as_json(self) -> dict[str, Any]:
@@ -69,6 +71,11 @@ class Account:
         """The account that `as_json` wrote. Raises ``TypeError`` or ``ValueError`` where it isn't one."""
         bad = tuple((int(number), str(reason)) for number, reason in values["bad"])
         return cls(**{**values, "bad": bad})
+
+
+def counted(number: int, what: str) -> str:
+    """``1 row``, ``1,000 rows``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 class Books:

@@ -218,7 +218,7 @@ def _structured(value: object) -> object:
 def _if_messages(value: object) -> object:
     """A list of messages kept as JSON text parsed; other text stays, be it JSON: it may be what is to be learned."""
     parsed = _structured(value)
-    is_chat = isinstance(parsed, list) and all(isinstance(item, dict) and "role" in item for item in parsed)
+    is_chat = isinstance(parsed, list) and parsed and all(isinstance(item, dict) and "role" in item for item in parsed)
     return parsed if is_chat else value
 
 

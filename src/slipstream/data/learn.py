@@ -180,7 +180,7 @@ class Turns:
             return len(asked)
         if not self.full.startswith(before):
             raise self._refusal(i, "what precedes it depends on its words")
-        return len(before)
+        return len(before if self.renderer.asks else before.rstrip(" "))  # without a prompt, blanks are generated too
 
     def _end_of_turn(self, i: int, probe: Message, after: str) -> int:
         """How many characters of ``after`` end the turn: what ends a conversation that stops here."""

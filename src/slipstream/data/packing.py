@@ -128,11 +128,11 @@ def pack_dataset(
     there, so memory stays bounded.
     """
     columns = _columns(dataset)
-    rows = pack(document_lengths(dataset), tokens, seed=seed, window=window)
     key = digest("packed", _FORMAT, dataset._fingerprint, sorted(columns), tokens, seed, window)
     cache = ArrowCache.at(cache_dir)
     found = cache.find(key)
     if found is None:
+        rows = pack(document_lengths(dataset), tokens, seed=seed, window=window)
         found = cache.write(key, _packed_batches(dataset.select_columns(columns), rows), {"rows": len(rows)})
     return found.dataset
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from slipstream.data.account import Account, Books
+from slipstream.data.account import Account, Books, counted
 from slipstream.data.cache import ArrowCache, digest, int32_lists
 from slipstream.data.encode import Encoded, Encoder, tokenizer_digest
 from slipstream.data.formats import normalise, recognise
@@ -108,7 +108,6 @@ class _Maker:
         self.progress, self.books, self.rows_read = progress, Books(), 0
         self.faults: list[str] = []
         self.overlong: list[str] = []
-        self.fault_count = self.overlong_count = 0
 
     def batches(self, rows: Rows, note: dict[str, Any]) -> Iterator[pa.RecordBatch]:
         """Arrow batches of documents; fills ``note`` with the account at the end, or refuses what isn't allowed."""
@@ -178,45 +177,40 @@ class _Maker:
             return [_piece(encoded, at, at + limit) for at in range(0, size, limit)]
         self.books.add(rows_dropped=1, tokens_dropped=size)
         if self.options.overlong == "error":
-            self.overlong_count += 1
             if len(self.overlong) < _NAMED:
                 self.overlong.append(f"{row.place}: {size:,} tokens")
         return None
 
     def _fault(self, row: RawRow, reason: str, tokens: int = 0) -> None:
         self.books.add_bad(row.number, f"{row.file}: {reason}" if row.file else reason, tokens)
-        self.fault_count += 1
         if len(self.faults) < _NAMED:
             self.faults.append(f"{row.place}: {reason}")
 
     def _refuse(self) -> None:
         """Raises `InputError` for bad and overlong rows that the options don't allow, or when nothing is left."""
-        if self.fault_count and self.options.bad_rows == "error":
-            count = _count(self.fault_count, "bad row")
+        account, options = self.books.closed(), self.options
+        bad = _first(self.faults, account.rows_bad)
+        if account.rows_bad and options.bad_rows == "error":
+            count = counted(account.rows_bad, "bad row")
+            raise InputError(f"{self.source}: {count}; {bad}; mend them or set data.bad_rows: skip")
+        if account.rows_dropped and options.overlong == "error":
+            count = f"{counted(account.rows_dropped, 'row')} longer than max_length {self.max_length:,}"
             raise InputError(
-                f"{self.source}: {count}; {self._first(self.faults)}; mend them or set data.bad_rows: skip"
+                f"{self.source}: {count}; {_first(self.overlong, account.rows_dropped)}; "
+                "raise data.max_length (and packing.tokens), or set data.overlong: truncate, drop or split"
             )
-        if self.overlong_count:
-            count = f"{_count(self.overlong_count, 'row')} longer than max_length {self.max_length:,}"
-            raise InputError(
-                f"{self.source}: {count}; {self._first(self.overlong)}; raise data.max_length (and packing.tokens), "
-                "or set data.overlong: truncate, drop or split"
-            )
-        account = self.books.closed()
         if not account.documents:
             why = (
                 f"{account.rows_dropped:,} dropped as longer than {self.max_length:,} tokens, {account.rows_bad:,} bad"
             )
-            first = f" ({self._first(self.faults)})" if self.faults else ""
-            raise InputError(f"{self.source}: none of {account.rows_read:,} rows is left: {why}{first}")
-
-    def _first(self, named: list[str]) -> str:
-        more = max(self.fault_count if named is self.faults else self.overlong_count, len(named)) - len(named)
-        return "; ".join(named) + (f"; and {more:,} more" if more else "")
+            raise InputError(
+                f"{self.source}: nothing is left of {counted(account.rows_read, 'row')}: {why}"
+                + (f" ({bad})" if bad else "")
+            )
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _first(named: list[str], count: int) -> str:
+    return "; ".join(named) + (f"; and {count - len(named):,} more" if count > len(named) else "")
 
 
 def _piece(encoded: Encoded, start: int, end: int) -> Piece:
