@@ -165,6 +165,14 @@ def test_no_space_left_keeps_the_old_contents(tmp_path: Path, monkeypatch: pytes
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"], "the temporary file is gone"
 
 
+def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "file", "old contents")
+    with (tmp_path / "file").open() as reader:
+        write_atomically(tmp_path / "file", "new")
+        assert reader.read() == "old contents", "replaced by a move, not written over"
+    assert (tmp_path / "file").read_text() == "new"
+
+
 def test_other_failures_are_not_called_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(handle: int) -> None:
         raise OSError(errno.EIO, "I/O error")
