@@ -1,0 +1,68 @@
+"""Nothing is built twice: one mask a batch for each distinct (device, dtype, window), whatever the layers."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from packed import FAMILIES, LENGTHS, WINDOWS, documents, logits_of, model_of, row_of, with_adapter
+
+from slipstream import Options, apply
+from slipstream.train.loss import summed_cross_entropy
+
+CPU = torch.device("cpu")
+
+
+def masks(windows: set[int | None], dtype: torch.dtype = torch.float32) -> Counter[Any]:
+    return Counter({("mask", CPU, dtype, window): 1 for window in windows})
+
+
+def counting(model: Any) -> Counter[str]:
+    """How often a projection inside the layers runs: twice a step under checkpointing."""
+    calls: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if name.endswith("q_proj"):
+            module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    return calls
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_build_in_forward_and_backward(family: str, activations: Any) -> None:
+    model = apply(with_adapter(model_of(family)), Options(activations=activations)).train()
+    calls, row = counting(model), row_of(documents())
+    loss = summed_cross_entropy(logits_of(model, row), row["labels"])
+    assert row["segments"].builds == masks(WINDOWS[family])
+    loss.backward()
+    assert set(calls.values()) == {2 if activations == "recompute" else 1}  # the recompute did run
+    assert row["segments"].builds == masks(WINDOWS[family])
+    assert row["segments"].copies == Counter()
+
+
+def test_a_second_forward_of_the_same_batch_builds_nothing() -> None:
+    model, row = apply(model_of("qwen2")), row_of(documents())
+    for _ in range(3):
+        logits_of(model, row)
+    assert row["segments"].builds == masks(WINDOWS["qwen2"])
+
+
+@pytest.mark.parametrize(("window", "kept"), [(max(LENGTHS) - 1, True), (max(LENGTHS), False), (1000, False)])
+def test_a_window_no_shorter_than_every_document_is_none(window: int, kept: bool) -> None:
+    model, row = apply(model_of("qwen2", sliding_window=window)), row_of(documents())
+    logits_of(model, row)
+    assert row["segments"].builds == masks({None, window} if kept else {None})
+
+
+def test_another_dtype_is_another_structure() -> None:
+    model, row = apply(model_of("llama")), row_of(documents())
+    logits_of(model, row)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits_of(model, row)
+    assert row["segments"].builds == masks({None}) + masks({None}, torch.bfloat16)
+
+
+def test_each_batch_has_its_own() -> None:
+    model, first, second = apply(model_of("llama")), row_of(documents()), row_of(documents((20, 20)))
+    logits_of(model, first)
+    logits_of(model, second)
+    assert first["segments"].builds == second["segments"].builds == masks({None})

@@ -1,0 +1,317 @@
+"""``apply`` and ``restore`` on one instance; models that can't be trained packed are refused, never run wrong."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from packed import documents, logits_of, model_of, row_of, with_adapter
+from tiny import tiny_model
+from torch import nn
+
+import slipstream
+from slipstream import InputError, Options, Segments, apply, decisions, restore
+from slipstream.transform import ATTRIBUTE, base_model, packing_decision
+
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+DEAF = ["stablelm", "nemotron"]
+"""Their layers have attention of transformers' new kind, and keep unknown arguments from it."""
+OWN_ATTENTION: dict[str, dict[str, Any]] = {
+    "bloom": {"n_layer": 2, "n_head": 2},
+    "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 2},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4},
+    "gemma2": {"sliding_window": 4},
+    "gpt_oss": MOE,
+}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba": {},
+    "falcon_h1": {},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "rwkv": {},
+}
+HIDDEN_WINDOWS: dict[str, dict[str, Any]] = {
+    "phimoe": {"sliding_window": 4, **MOE},
+    "llama4_text": {"attention_chunk_size": 4, "intermediate_size_mlp": 32, "num_local_experts": 2},
+    "qwen2_moe": {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+    },
+}
+
+
+def packing_of(model: nn.Module) -> Any:
+    return next(decision for decision in decisions(model) if decision.name == "packing")
+
+
+# ------------------------------------------------------------------------------------------------------- what apply does
+
+
+def test_decisions_tell_what_was_chosen_and_why() -> None:
+    model = model_of("llama")
+    assert decisions(model) == []
+    assert apply(model) is model
+    found = {decision.name: decision for decision in decisions(model)}
+    assert set(found) == {"attention", "recompute", "packing"}
+    assert found["attention"].on
+    assert "sdpa" in found["attention"].reason
+    assert "cpu" in found["attention"].reason
+    assert not found["recompute"].on
+    assert found["packing"].on
+    found.clear()
+    decisions(model).clear()
+    assert len(decisions(model)) == 3  # a copy
+
+
+def test_a_named_choice_that_cannot_be_honoured_is_refused_and_changes_nothing() -> None:
+    model = model_of("llama")
+    with pytest.raises(InputError, match=r"attention varlen: it needs a CUDA device.*set attention to sdpa"):
+        apply(model, Options(attention="varlen"))
+    assert not hasattr(model, ATTRIBUTE)
+    assert model.config._attn_implementation == "sdpa"
+    assert not model._forward_pre_hooks
+    assert not model.get_decoder()._forward_pre_hooks
+
+
+def test_what_is_no_language_model_is_refused() -> None:
+    with pytest.raises(InputError, match="Linear is not a Hugging Face causal language model"):
+        apply(nn.Linear(2, 2))  # type: ignore[type-var]
+
+
+def test_applying_again_replaces_the_first_call() -> None:
+    model = apply(model_of("llama"), Options(activations="recompute"))
+    assert model.model.layers[0].gradient_checkpointing
+    apply(model, Options(activations="keep"))
+    assert not model.model.layers[0].gradient_checkpointing
+    assert len(model.get_decoder()._forward_pre_hooks) == 2
+    restore(model)
+    assert not hasattr(model, ATTRIBUTE)
+    assert model.config._attn_implementation == "sdpa"
+    assert restore(model) is model  # nothing left to undo
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("activations", ["auto", "keep", "recompute"])
+def test_the_decision_on_recomputing_is_what_happens(given: bool, activations: Any) -> None:
+    model = model_of("llama")
+    if given:
+        model.gradient_checkpointing_enable()
+    apply(model, Options(activations=activations))
+    calls: list[nn.Module] = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, *_: calls.append(module))
+    logits_of(model, row_of(documents())).sum().backward()
+    on = next(decision.on for decision in decisions(model) if decision.name == "recompute")
+    assert on == (activations == "recompute" or (activations == "auto" and given))
+    assert len(calls) == (2 if on else 1)
+
+
+def test_a_model_whose_layers_cannot_be_recomputed_is_refused() -> None:
+    model = model_of("llama")
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            vars(module).pop("gradient_checkpointing", None)
+    bare = type("Bare", (nn.Module,), {})()
+    bare.config = model.config
+    from slipstream.transform import _set_checkpointing
+
+    with pytest.raises(InputError, match="Bare has no layers that can be recomputed; set activations: keep"):
+        _set_checkpointing(bare, "recompute", True)
+
+
+class Wrapped(nn.Module):
+    """As DistributedDataParallel wraps a model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.module(**inputs)
+
+
+@pytest.mark.parametrize("wrap", [with_adapter, Wrapped, torch.compile, lambda model: Wrapped(with_adapter(model))])
+def test_the_base_model_is_found_below_wrappers(wrap: Any) -> None:
+    model = model_of("llama")
+    wrapped = wrap(model)
+    assert base_model(wrapped) is model
+    apply(wrapped)
+    assert hasattr(model, ATTRIBUTE)
+    assert decisions(wrapped) == decisions(model) != []
+    restore(wrapped)
+    assert not hasattr(model, ATTRIBUTE)
+
+
+def test_an_applied_model_can_be_copied() -> None:
+    model, row = apply(model_of("llama")).eval(), row_of(documents())
+    twin = copy.deepcopy(model)
+    restore(twin)
+    assert not hasattr(twin, ATTRIBUTE)
+    assert not twin.get_decoder()._forward_pre_hooks
+    assert hasattr(model, ATTRIBUTE)
+    assert len(model.get_decoder()._forward_pre_hooks) == 2
+    with torch.no_grad():
+        assert torch.isfinite(logits_of(model, row)).all()
+
+
+# --------------------------------------------------------------------------------------------------------- bad batches
+
+
+def test_a_mask_beside_segments_is_refused() -> None:
+    model, row = apply(model_of("llama")), row_of(documents())
+    with pytest.raises(InputError, match=r"attention_mask of shape \[1, 48\] beside segments"):
+        model(**row, attention_mask=torch.ones(1, 48, dtype=torch.int64))
+
+
+def test_segments_of_another_row_are_refused() -> None:
+    model, row = apply(model_of("llama")), row_of(documents())
+    for total in (47, 49):
+        row["segments"] = Segments.from_lengths([9, 1, 17, 5, 1, 12], total=total)
+        with pytest.raises(InputError, match=rf"segments hold {total} tokens.*shape \[1, 48\].*\[1, {total}\]"):
+            logits_of(model, row)
+
+
+@pytest.mark.parametrize("shape", [(2, 48), (2, 24), (0, 48)])
+def test_rows_side_by_side_are_refused(shape: tuple[int, int]) -> None:
+    model, row = apply(model_of("llama")), row_of(documents())
+    with pytest.raises(InputError, match=r"it must be \[1, 48\]"):
+        model(input_ids=torch.zeros(shape, dtype=torch.int64), segments=row["segments"])
+
+
+def test_a_cache_beside_segments_is_refused() -> None:
+    model, row = apply(model_of("llama")).eval(), row_of(documents())
+    with torch.no_grad():
+        past = model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values
+        with pytest.raises(InputError, match=r"keys of shape \[1, 1, 51, 16\].*without a cache"):
+            model(input_ids=row["input_ids"], segments=row["segments"], past_key_values=past)
+
+
+def test_segments_edited_in_place_are_refused() -> None:
+    model, row = apply(model_of("llama")), row_of(documents())
+    logits_of(model, row)
+    row["segments"].cu_seqlens[1] = 4
+    with pytest.raises(RuntimeError, match="edited in place"):
+        logits_of(model, row)
+
+
+def test_attention_changed_after_apply_is_refused() -> None:
+    model, row = apply(model_of("llama")), row_of(documents())
+    logits_of(model, row)
+    for other in ("sdpa", "eager"):
+        model.set_attn_implementation(other)
+        with pytest.raises(InputError, match=f"attention was set to {other} after apply.*apply again"):
+            logits_of(model, row)
+    logits_of(apply(model), row)
+
+
+# ---------------------------------------------------------------------------------- models that can't be trained packed
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, with_adapter])
+@pytest.mark.parametrize("kind", DEAF)
+def test_a_model_that_keeps_segments_from_its_attention_is_refused(kind: str, wrap: Any) -> None:
+    model = tiny_model(kind)
+    assert packing_decision(model).on  # it can't be known before the forward
+    if wrap is with_adapter:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    apply(model)
+    for _ in range(2):
+        with pytest.raises(
+            InputError, match=r"does not hand segments to its attention \(0 of 2 .*layers\.0\.self_attn"
+        ):
+            logits_of(model, row_of(documents()))
+
+
+def test_one_deaf_layer_is_enough_and_is_named() -> None:
+    model = apply(model_of("llama"))
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, segments=None, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(InputError, match=r"1 of 2 modules read them; not layers\.1\.self_attn"):
+        logits_of(model, row_of(documents()))
+
+
+def test_a_model_that_swallows_segments_before_its_decoder_is_refused() -> None:
+    model = model_of("llama")
+    forward = model.forward
+    model.forward = lambda segments=None, **inputs: forward(**inputs)
+    apply(model)
+    with pytest.raises(InputError, match=r"does not hand segments to its attention \(0 of 2"):
+        logits_of(model, row_of(documents()))
+
+
+@pytest.mark.parametrize("kind", OWN_ATTENTION)
+def test_a_model_with_attention_of_its_own_is_refused_and_left_as_it_is(kind: str) -> None:
+    model = tiny_model(kind, **OWN_ATTENTION[kind]).eval()
+    ids = torch.arange(5, 29).reshape(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    with torch.no_grad():
+        before = model(input_ids=ids, attention_mask=mask).logits
+        apply(model)
+        assert not packing_decision(model).on
+        assert not packing_of(model).on
+        assert "attention" in packing_of(model).reason
+        assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, before)
+    with pytest.raises(InputError, match=r"can't be trained packed: its attention .*packing.enabled: false"):
+        logits_of(model, row_of(documents()))
+    with pytest.raises(InputError, match="attention sdpa: not for a model that can't be trained packed"):
+        apply(model, Options(attention="sdpa"))
+
+
+def test_soft_caps_are_refused_even_where_a_model_claims_to_do_without() -> None:
+    model = apply(model_of("llama"))
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+    for option in ("softcap", "s_aux", "position_bias"):
+        attention.forward = lambda *args, option=option, **kwargs: forward(*args, **{option: 30.0}, **kwargs)
+        with pytest.raises(InputError, match=f"LlamaAttention asks for {option}.*packing.enabled: false"):
+            logits_of(model, row_of(documents()))
+
+
+def test_attention_in_both_directions_is_refused() -> None:
+    model = apply(model_of("llama"))
+    model.model.layers[0].self_attn.is_causal = False
+    with pytest.raises(InputError, match="LlamaAttention attends in both directions"):
+        logits_of(model, row_of(documents()))
+
+
+def test_a_model_that_makes_its_own_mask_is_refused() -> None:
+    model = apply(tiny_model("doge"))
+    with pytest.raises(InputError, match=r"DogeAttention makes a mask of its own, \[1, 2, 48, 48\]"):
+        logits_of(model, row_of(documents()))
+
+
+@pytest.mark.parametrize("kind", HIDDEN_WINDOWS)
+def test_a_window_that_attention_is_not_told_of_is_refused_where_it_matters(kind: str) -> None:
+    model = apply(tiny_model(kind, **HIDDEN_WINDOWS[kind])).eval()
+    with pytest.raises(InputError, match=r"limits its view by (sliding_window|attention_chunk_size) 4 without telling"):
+        logits_of(model, row_of(documents()))
+    short = documents((4, 3, 4, 1))
+    with torch.no_grad():
+        found = logits_of(model, row_of(short, 12))[0]
+        expected = torch.cat([model(input_ids=torch.tensor([d["input_ids"]])).logits[0] for d in short])
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_model_with_recurrent_layers_is_refused(kind: str) -> None:
+    model = tiny_model(kind, **RECURRENT[kind])
+    decision = packing_decision(model)
+    assert not decision.on
+    assert re.search(r"carry state across documents \(\w+.*\); set packing.enabled: false", decision.reason)
+    before = model.config._attn_implementation
+    apply(model)
+    assert model.config._attn_implementation == before
+    with pytest.raises(InputError, match="can't be trained packed: layers that carry state across documents"):
+        logits_of(model, row_of(documents()))
+
+
+def test_public_names_are_the_functions() -> None:
+    assert slipstream.apply is apply
+    assert callable(slipstream.restore)
