@@ -47,7 +47,7 @@ def run_record(**changes: Any) -> dict[str, Any]:
         "versions": {"torch": "2.13.0"},
         "device": {"kind": "cuda", "name": "NVIDIA H200", "memory_bytes": 150 * 10**9},
         "decisions": [{"name": "attention", "on": True, "reason": "varlen on CUDA"}],
-        "data": {"train": {"rows_read": 1234, "rows_bad": 1, "first_bad": ["row 17: no field"]}, "eval": None},
+        "data": {"train": {"rows_read": 1234, "rows_bad": 1, "bad": [[17, "no field"], [90, "empty"]]}, "eval": None},
         "packing": {"train": None, "eval": None},
         "parameters": {"trainable": 1_000_000, "total": 100_000_000},
         "eval_before": 2.75,
@@ -142,7 +142,7 @@ def test_a_whole_run_shows_its_numbers(whole: str) -> None:
         "Most often between 64 and 256 tokens.",
         "varlen on CUDA",
         "1,234",
-        "Training, first bad: row 17: no field",
+        "Training, row 17: no field Training, row 90: empty",
         "1,000,000 of 100,000,000 parameters trained (1.0%)",
         "rank: 16",
         "2.13.0",
@@ -194,7 +194,7 @@ def test_everything_is_escaped(tmp_path: Path) -> None:
         versions={EVIL: EVIL},
         device={"name": EVIL},
         decisions=[{"name": EVIL, "on": False, "reason": EVIL}],
-        data={"train": {EVIL: 1, "first_bad": [EVIL, {EVIL: EVIL}]}},
+        data={"train": {EVIL: 1, "bad": [[EVIL, EVIL]], "other": [EVIL, {EVIL: EVIL}]}},
     )
     text = report_of(tmp_path / "a<b>&", run, [])
     page = Page(text)
@@ -275,6 +275,15 @@ def test_no_run_no_report(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- the numbers
+
+
+@pytest.mark.parametrize(
+    ("padded", "said"),
+    [(204_800, "no more tokens than packing"), (225_280, "10.0% more"), (409_600, "2.0 times as many")],
+)
+def test_what_padding_would_have_cost(tmp_path: Path, padded: int, said: str) -> None:
+    run = run_record(packing={"train": PACKING | {"padded_tokens": padded, "length_histogram": None}})
+    assert f"Padding would have computed {said}" in Page(report_of(tmp_path / "run", run, [])).text
 
 
 def test_key_numbers_of_nothing_are_none() -> None:

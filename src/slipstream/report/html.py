@@ -82,7 +82,7 @@ def _header(records: Records, numbers: KeyNumbers, name: str) -> Markup:
     kind = {"lora": f"LoRA, rank {adapter.get('rank', '?')},", "none": "Full fine-tuning"}.get(str(adapter.get("kind")))
     lead = f"{kind or 'Fine-tuned'} on {data.get('train', 'unknown data')}"
     outcome = str(records.run.get("outcome", "unknown"))
-    at = "" if outcome == "finished" else f" at step {numbers.steps:,}"
+    at = "" if outcome == "finished" else f" at step {numbers.steps:,}" if numbers.steps else " before the first step"
     device = section(records.run, "device")
     facts = [
         tag("span", f"{outcome.capitalize()}{at}", class_=f"status {OUTCOMES.get(outcome, 'warn')}"),
@@ -240,9 +240,10 @@ def _packing(records: Records, numbers: KeyNumbers) -> Markup:
 def _saving(factor: float | None) -> str:
     if factor is None:
         return ""
-    if factor < 1:
+    if factor <= 1:
         return "Padding would have computed no more tokens than packing."
-    return f"Padding would have computed {factor:.1f} times as many tokens."
+    more = f"{factor - 1:.1%} more tokens" if factor < 1.5 else f"{factor:.1f} times as many tokens"
+    return f"Padding would have computed {more}."
 
 
 def _histogram(packing: dict[str, Any]) -> list[plots.Plot]:
@@ -297,13 +298,21 @@ def _data(records: Records) -> Markup:
     ]
     table = tag("table", tag("thead", tag("tr", tag("th", "", scope="col"), *columns)), tag("tbody", *rows))
     remarks = [
-        tag("li", f"{titles[name]}, {_words(key).lower()}: {_plain(value)}")
+        tag("li", f"{titles[name]}, {remark}")
         for name, account in accounts.items()
         for key, value in account.items()
         if key not in amounts and value
+        for remark in _remarks(key, value)
     ]
     more = [tag("ul", *remarks, class_="remarks")] if remarks else []
     return _section("Data", table, *more, class_="card")
+
+
+def _remarks(key: str, value: Any) -> list[str]:
+    """What the account holds besides amounts, in words; bad rows one by one."""
+    if key == "bad" and isinstance(value, list) and all(isinstance(item, list) and len(item) == 2 for item in value):
+        return [f"row {row}: {reason}" for row, reason in value]
+    return [f"{_words(key).lower()}: {_plain(value)}"]
 
 
 def _words(key: str) -> str:
