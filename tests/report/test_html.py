@@ -137,7 +137,7 @@ def test_a_whole_run_shows_its_numbers(whole: str) -> None:
         "3.0 GiB",
         "of 139.7 GiB",
         "97.7%",
-        "27.0 s",
+        "27.0 s 50 steps, 2 evaluations",
         "Padding would have computed 3.0 times as many tokens.",
         "Most often between 64 and 256 tokens.",
         "varlen on CUDA",

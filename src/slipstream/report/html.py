@@ -176,8 +176,8 @@ def _of_tokens(fill: float | None) -> str:
 
 
 def _counted(records: Records) -> str:
-    evaluations = f", {len(records.evals):,} evaluations" if records.evals else ""
-    return f"{len(records.steps):,} steps{evaluations}"
+    counts = ((len(records.steps), "step"), (len(records.evals), "evaluation"))
+    return ", ".join(f"{count:,} {name}{'' if count == 1 else 's'}" for count, name in counts)
 
 
 def _of_device(peak: float | None, total: float | None) -> str:
