@@ -40,23 +40,11 @@ class Encoder:
         tokenizer, renderer = self.renderer.tokenizer, self.renderer
         if renderer.plain and tokenizer.eos_token_id is None:
             raise InputError("the tokenizer has no end-of-text token (eos_token), so no document could end; set one")
-        if renderer.learn == "assistant" and renderer.marks and not tokenizer.is_fast:
-            raise InputError(
-                "a tokenizer without character offsets (not a fast one) cannot follow {% generation %} marks; "
-                "use a model folder with tokenizer.json, or set data.learn: all"
-            )
 
     def encode(self, texts: Sequence[Rendered]) -> list[Encoded | RowError]:
         """One result a text, in order; a `RowError` for a text that cannot be tokenised."""
-        made: list[Encoded | RowError] = []
-        for same in _runs(texts):
-            if same[0].marked is not None:
-                made.extend(self._marked(text) for text in same)
-            else:
-                made.extend(self._together(same))
-        return made
-
-    def _together(self, texts: Sequence[Rendered]) -> list[Encoded | RowError]:
+        if not texts:
+            return []
         try:
             return list(self._batch(texts))
         except (TypeError, ValueError) as error:
@@ -64,7 +52,7 @@ class Encoder:
                 raise
             if len(texts) == 1:
                 return [RowError(f"the tokenizer fails: {type(error).__name__}: {error}")]
-            return [result for text in texts for result in self._together([text])]
+            return [result for text in texts for result in self.encode([text])]
 
     def _batch(self, texts: Sequence[Rendered]) -> list[Encoded]:
         tokenizer, offsets = self.renderer.tokenizer, any(text.spans is not None for text in texts)
@@ -100,25 +88,6 @@ class Encoder:
             return Encoded(ids, learned)
         return Encoded(np.append(ids, end), np.append(learned, True))
 
-    def _marked(self, text: Rendered) -> Encoded | RowError:
-        """Learned tokens as the template marks them, and the end-of-text token right after a marked stretch."""
-        chat, renderer = text.marked, self.renderer
-        assert chat is not None
-        output = renderer.tokenizer.apply_chat_template(
-            list(chat.messages),
-            tools=list(chat.tools) if chat.tools else None,
-            chat_template=(renderer.tool_template or renderer.template) if chat.tools else renderer.template,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        ids = np.asarray(output["input_ids"], dtype=np.int64)
-        learned = np.asarray(output["assistant_masks"], dtype=np.bool_)
-        if not learned.any():
-            return RowError("nothing to learn: the template marks no token as generated")
-        learned[1:] |= learned[:-1] & (ids[1:] == renderer.tokenizer.eos_token_id)
-        return Encoded(ids, learned)
-
     def _apart(self, text: str, spans: Sequence[Span], ids: Ids) -> Mask:
         """The mask for a tokenizer without offsets, from stretches tokenised apart; they must give the same ids."""
         tokenizer, at = self.renderer.tokenizer, 0
@@ -150,17 +119,6 @@ def tokenizer_digest(tokenizer: Any) -> str:
     model = json.loads(tokenizer.backend_tokenizer.to_str())
     model.update(truncation=None, padding=None)  # left over from earlier calls
     return digest(model, special)
-
-
-def _runs(texts: Sequence[Rendered]) -> list[list[Rendered]]:
-    """Neighbours that are encoded the same way, together."""
-    runs: list[list[Rendered]] = []
-    for text in texts:
-        if runs and (runs[-1][0].marked is None) == (text.marked is None):
-            runs[-1].append(text)
-        else:
-            runs.append([text])
-    return runs
 
 
 def _touching(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> Mask:

@@ -1,8 +1,8 @@
 """Rows to rendered text, and which of its characters are learned.
 
 The loss must fall on the assistant's words and its end-of-turn token, nowhere else; a template only gives text. Where
-it carries ``{% generation %}`` marks, transformers says which tokens they cover. Few do, so turns are otherwise located
-in the rendering of the whole conversation, by two exact ways:
+it carries ``{% generation %}`` marks, transformers says which characters they cover. Few do, so turns are otherwise
+located in the rendering of the whole conversation, by two exact ways:
 
 1. prefixes. With R(m) the rendering of messages m, and R?(m) the same with the prompt to generate:
        R?(before the turn)  is a prefix of  R(up to the turn)  is a prefix of  R(all):   what lies between is the turn
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jinja2 import TemplateError, TemplateSyntaxError
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from slipstream.data.formats import Chat, Message, Pair, Row, Text
 from slipstream.data.rows import RowError
@@ -45,8 +46,6 @@ class Rendered:
     text: str
     spans: tuple[Span, ...] | None
     """What is learned of it, ascending; none where all of it is."""
-    marked: Chat | None = None
-    """The conversation, where the template's own marks say what is learned."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,14 @@ class Renderer:
         chat = Chat((*row.prompt, *row.completion))
         if self.learn != "completion":
             return self._chat(chat)
+        self._check_tools(chat)
         full = self.text(chat.messages, None)
         first, last = len(row.prompt), len(chat.messages) - 1
         turns = Turns(self, chat, full)
         return Rendered(full, ((turns.span(first)[0], turns.span(last)[1]),))
 
     def _chat(self, chat: Chat) -> Rendered:
+        self._check_tools(chat)
         if self.learn == "all":
             return Rendered(self.text(chat.messages, chat.tools), None)
         spoken = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
@@ -99,10 +100,42 @@ class Renderer:
             raise RowError("nothing to learn: no turn of the assistant")
         full = self.text(chat.messages, chat.tools)
         if self.learn == "assistant" and self.marks:
-            return Rendered(full, None, marked=chat)
+            return Rendered(full, self._marked(chat, full))
         turns = Turns(self, chat, full)
         wanted = spoken if self.learn == "assistant" else spoken[-1:]
         return Rendered(full, tuple(turns.span(i) for i in wanted))
+
+    def _marked(self, chat: Chat, full: str) -> tuple[Span, ...]:
+        """What the template marks, with the end-of-text token where it follows at once.
+
+        transformers makes a token mask of the marks itself, but in some versions it stops short at characters of
+        several tokens; the characters are right in all.
+        """
+        texts, marks = render_jinja_template(
+            conversations=[list(chat.messages)],
+            tools=list(chat.tools) if chat.tools else None,
+            chat_template=self._template(chat.tools),
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        assert texts == [full], "the marks are of the same text"
+        end = self.tokenizer.eos_token or ""
+        spans = [(a, b + len(end) if full.startswith(end, b) else b) for a, b in marks[0] if a < b]
+        if not spans:
+            raise RowError("nothing to learn: the template marks nothing as generated")
+        return tuple(spans)
+
+    def _template(self, tools: Sequence[Any] | None) -> str | None:
+        return (self.tool_template or self.template) if tools else self.template
+
+    def _check_tools(self, chat: Chat) -> None:
+        """A template that doesn't mention tools leaves them out without a word, and silence would be learned."""
+        template = self._template(chat.tools)
+        assert template is not None
+        used = [("tools", bool(chat.tools)), ("tool_calls", any("tool_calls" in message for message in chat.messages))]
+        for name, given in used:
+            if given and name not in template:
+                raise RowError(f"the chat template leaves out {name}; set data.chat_template to one that renders them")
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, ask: bool = False) -> str:
         """The rendering; with ``ask``, followed by the prompt to generate. Raises `RowError` where it fails."""
@@ -110,7 +143,7 @@ class Renderer:
             rendered = self.tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) if tools else None,
-                chat_template=(self.tool_template or self.template) if tools else self.template,
+                chat_template=self._template(tools),
                 add_generation_prompt=ask,
                 tokenize=False,
             )

@@ -9,9 +9,8 @@ rows, but loses row numbers and mends what differs between rows into one schema.
 Labels are ids where learned and -100 elsewhere, not yet shifted; a document's first label is always -100.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,8 @@ from slipstream.errors import InputError
 
 _FORMAT = 1
 """Raised whenever documents come out differently for the same input; it is part of the cache key."""
-_CHUNK = 512
+_CHUNK_ROWS = 512
+_CHUNK_CHARACTERS = 4_000_000
 _NAMED = 5
 
 
@@ -88,6 +88,7 @@ def _key(rows: Rows, name: str, options: DataOptions, renderer: Renderer, max_le
     return digest("documents", _FORMAT, rows.fingerprint, how, templates, tokenizer_digest(renderer.tokenizer))
 
 
+_Rendered = tuple[RawRow, Rendered | RowError]
 Piece = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """``input_ids`` and ``labels`` of one document."""
 
@@ -111,8 +112,8 @@ class _Maker:
 
     def batches(self, rows: Rows, note: dict[str, Any]) -> Iterator[pa.RecordBatch]:
         """Arrow batches of documents; fills ``note`` with the account at the end, or refuses what isn't allowed."""
-        reader = iter(rows)
-        while chunk := list(islice(reader, _CHUNK)):
+        for chunk in _chunks((row, self._rendered(row)) for row in rows):
+            self.books.add(rows_read=len(chunk))
             yield _batch([piece for row, encoded in self._encoded(chunk) for piece in self._pieces(row, encoded)])
             self.rows_read += len(chunk)
             if self.progress is not None:
@@ -120,26 +121,21 @@ class _Maker:
         self._refuse()
         note.update(self.books.closed().as_json())
 
-    def _encoded(self, chunk: Sequence[RawRow]) -> list[tuple[RawRow, Encoded]]:
+    def _encoded(self, chunk: Sequence[_Rendered]) -> Iterator[tuple[RawRow, Encoded]]:
         """The chunk's rows that could be encoded, in order; the others are booked."""
-        self.books.add(rows_read=len(chunk))
-        rendered: list[tuple[RawRow, Rendered]] = []
-        for row in chunk:
-            try:
-                rendered.append((row, self._rendered(row)))
-            except RowError as fault:
-                self._fault(row, str(fault))
-        made = []
-        for (row, _), encoded in zip(rendered, self.encoder.encode([text for _, text in rendered]), strict=True):
-            if isinstance(encoded, RowError):
-                self._fault(row, str(encoded))
+        results = iter(self.encoder.encode([text for _, text in chunk if isinstance(text, Rendered)]))
+        for row, text in chunk:
+            result = next(results) if isinstance(text, Rendered) else text
+            if isinstance(result, RowError):
+                self._fault(row, str(result))
             else:
-                made.append((row, encoded))
-        return made
+                yield row, result
 
-    def _rendered(self, row: RawRow) -> Rendered:
+    def _rendered(self, row: RawRow) -> Rendered | RowError:
         try:
             return self.encoder.renderer.render(normalise(row, self.name, self.options.fields))
+        except RowError as fault:
+            return fault
         except InputError as error:
             raise InputError(f"{self.source}: {row.place}: {error}") from error
 
@@ -176,9 +172,8 @@ class _Maker:
         if self.options.overlong == "split":
             return [_piece(encoded, at, at + limit) for at in range(0, size, limit)]
         self.books.add(rows_dropped=1, tokens_dropped=size)
-        if self.options.overlong == "error":
-            if len(self.overlong) < _NAMED:
-                self.overlong.append(f"{row.place}: {size:,} tokens")
+        if self.options.overlong == "error" and len(self.overlong) < _NAMED:
+            self.overlong.append(f"{row.place}: {size:,} tokens")
         return None
 
     def _fault(self, row: RawRow, reason: str, tokens: int = 0) -> None:
@@ -207,6 +202,20 @@ class _Maker:
                 f"{self.source}: nothing is left of {counted(account.rows_read, 'row')}: {why}"
                 + (f" ({bad})" if bad else "")
             )
+
+
+def _chunks(rows: Iterable[_Rendered]) -> Iterator[list[_Rendered]]:
+    """Rows in groups that are bounded in number and in text: a token takes far more memory than its characters."""
+    group: list[_Rendered] = []
+    size = 0
+    for row in rows:
+        group.append(row)
+        size += len(row[1].text) if isinstance(row[1], Rendered) else 0
+        if len(group) == _CHUNK_ROWS or size >= _CHUNK_CHARACTERS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _first(named: list[str], count: int) -> str:
