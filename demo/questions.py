@@ -4,7 +4,7 @@ Nothing is downloaded and nothing is kept in the repository: whoever runs the de
 one Python version differ a little from another's, so losses compare within a run, not between machines.
 
     1. names      public functions, classes and methods of modules that are safe to import
-    2. pair       "What does `textwrap.dedent` do in Python?" → the docstring's first paragraph, cleaned
+    2. pair       "What does `textwrap.dedent` do in Python?" → the docstring's opening prose, cleaned
     3. held out   about one in ten, chosen by a hash of the answer: a function that several modules export under the
                   same text lies on one side only
 """
@@ -32,8 +32,12 @@ timeit token tokenize trace traceback types typing unicodedata unittest unittest
 urllib.request uuid warnings wave weakref xml.etree.ElementTree zipfile zlib
 """
 HELD_OUT_ONE_IN = 10
+EVALUATED = 48
+"""Held-out pairs that are written down and evaluated: more would cost the demo time, and hardly move the mean."""
 SHORTEST, LONGEST = 30, 600
 """Characters of an answer: shorter ones say nothing, longer ones cost the demo time."""
+SECTION = re.compile(r"\w+:\s")
+"""``Args:`` and the like: no prose."""
 SIGNATURE = re.compile(r"^[\w.]+\(.*\)\s*(->.*)?$")
 
 
@@ -55,36 +59,53 @@ def pairs(modules: Iterable[str] = ()) -> list[Pair]:
     """All pairs of the modules (none named: of ``MODULES``), by name, each answer once."""
     found: dict[str, Pair] = {}
     for name, thing in sorted(_documented(modules or MODULES.split()), key=lambda item: item[0]):
-        answer = first_paragraph(inspect.getdoc(thing) or "")
+        answer = description(inspect.getdoc(thing) or "")
         if answer is not None:
             found.setdefault(answer, Pair(_question(name, thing), answer))
     return list(found.values())
 
 
 def split(found: list[Pair]) -> tuple[list[Pair], list[Pair]]:
-    """Training and held-out pairs; the side depends on the answer alone, not on what else there is."""
+    """Training and held-out pairs; the side depends on the answer alone, not on what else there is.
+
+    No more than ``EVALUATED`` of the held-out ones are given, those of the smallest hashes, by name.
+    """
     held_out = [pair for pair in found if _held_out(pair)]
-    return [pair for pair in found if not _held_out(pair)], held_out
+    evaluated = set(sorted(held_out, key=_hash)[:EVALUATED])
+    return [pair for pair in found if not _held_out(pair)], [pair for pair in held_out if pair in evaluated]
 
 
-def first_paragraph(docstring: str) -> str | None:
-    """The first paragraph as one line of prose, without a signature; none where it is no good answer."""
-    for paragraph in re.split(r"\n\s*\n", docstring.strip()):
-        lines = [line.strip() for line in paragraph.splitlines()]
-        while lines and SIGNATURE.match(lines[0]):
-            lines.pop(0)
-        text = " ".join(" ".join(lines).split())
-        if text:
-            return text if _is_answer(text) else None
-    return None
+def description(docstring: str) -> str | None:
+    """The docstring's opening prose, a line a paragraph, without a signature; none where it is no good answer.
+
+    It ends before the first paragraph that is no sentence (an example, a list of parameters) or would make it too long.
+    """
+    kept: list[str] = []
+    for paragraph in filter(None, map(_one_line, re.split(r"\n\s*\n", docstring))):
+        if not _is_prose(paragraph) or len("\n".join([*kept, paragraph])) > LONGEST:
+            break
+        kept.append(paragraph)
+    answer = "\n".join(kept)
+    return answer if len(answer) >= SHORTEST else None
 
 
-def _is_answer(text: str) -> bool:
-    return SHORTEST <= len(text) <= LONGEST and text[0].isupper() and text.endswith(".") and ">>>" not in text
+def _one_line(paragraph: str) -> str:
+    lines = [line.strip() for line in paragraph.splitlines()]
+    while lines and (not lines[0] or SIGNATURE.match(lines[0])):
+        lines.pop(0)
+    return " ".join(" ".join(lines).split())
+
+
+def _is_prose(text: str) -> bool:
+    return text[0].isupper() and text.endswith(".") and ">>>" not in text and not SECTION.match(text)
 
 
 def _held_out(pair: Pair) -> bool:
-    return int(hashlib.sha256(pair.completion.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
+    return _hash(pair) % HELD_OUT_ONE_IN == 0
+
+
+def _hash(pair: Pair) -> int:
+    return int(hashlib.sha256(pair.completion.encode()).hexdigest(), 16)
 
 
 def _question(name: str, thing: object) -> str:

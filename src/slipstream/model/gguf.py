@@ -18,6 +18,7 @@ import errno
 import hashlib
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -188,7 +189,7 @@ def _reading(file: GgufFile) -> Iterator[None]:
     """What transformers and gguf raise on a damaged file or an architecture they do not know."""
     try:
         yield
-    except (ValueError, KeyError, IndexError, NotImplementedError) as error:
+    except (ValueError, KeyError, IndexError, NotImplementedError, struct.error) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(
