@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from tiny import tiny_model
 from torch import nn
 
 from slipstream.device.feed import PackedCollator
+from tiny import tiny_model
 
 LENGTHS = (9, 1, 17, 5, 1, 12)
 TOKENS = 48

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from packed import documents, logits_of, model_of, row_of, with_adapter
-from tiny import tiny_model
 from torch import nn
 
 import slipstream
+from packed import documents, logits_of, model_of, row_of, with_adapter
 from slipstream import InputError, Options, Segments, apply, decisions, restore
 from slipstream.transform import ATTRIBUTE, base_model, packing_decision
+from tiny import tiny_model
 
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 DEAF = ["stablelm", "nemotron"]
@@ -48,7 +48,7 @@ def packing_of(model: nn.Module) -> Any:
     return next(decision for decision in decisions(model) if decision.name == "packing")
 
 
-# ------------------------------------------------------------------------------------------------------- what apply does
+# ------------------------------------------------------------------------------------------------------ what apply does
 
 
 def test_decisions_tell_what_was_chosen_and_why() -> None:
@@ -122,6 +122,17 @@ def test_a_model_whose_layers_cannot_be_recomputed_is_refused() -> None:
         _set_checkpointing(bare, "recompute", True)
 
 
+class Compiled(nn.Module):
+    """As torch.compile wraps a model: what it lacks itself is looked up in the model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "_orig_mod" else getattr(self._orig_mod, name)
+
+
 class Wrapped(nn.Module):
     """As DistributedDataParallel wraps a model."""
 
@@ -133,7 +144,7 @@ class Wrapped(nn.Module):
         return self.module(**inputs)
 
 
-@pytest.mark.parametrize("wrap", [with_adapter, Wrapped, torch.compile, lambda model: Wrapped(with_adapter(model))])
+@pytest.mark.parametrize("wrap", [with_adapter, Wrapped, Compiled, lambda m: Compiled(Wrapped(with_adapter(m)))])
 def test_the_base_model_is_found_below_wrappers(wrap: Any) -> None:
     model = model_of("llama")
     wrapped = wrap(model)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from packed import FAMILIES, LENGTHS, WINDOWS, documents, logits_of, model_of, row_of, with_adapter
 
+from packed import FAMILIES, LENGTHS, WINDOWS, documents, logits_of, model_of, row_of, with_adapter
 from slipstream import Options, apply
 from slipstream.train.loss import summed_cross_entropy
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from packed import FAMILIES, LENGTHS, TOKENS, documents, gradients, logits_of, model_of, row_of
 
+from packed import FAMILIES, LENGTHS, TOKENS, documents, gradients, logits_of, model_of, row_of
 from slipstream import apply
 from slipstream.train.loss import summed_cross_entropy
 

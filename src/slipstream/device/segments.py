@@ -58,6 +58,7 @@ class Segments:
     """How often the tensors were copied to each device; shared by all device copies."""
     readers: set[int] = field(default_factory=set, repr=False)
     """``id`` of each attention module that asked for the boundaries; shared by all device copies."""
+    _versions: tuple[int, int] = field(init=False, repr=False)
     _derived: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, repr=False)
     _on: dict[torch.device, "Segments"] = field(default_factory=dict, repr=False)
 
@@ -79,7 +80,9 @@ class Segments:
         cu_seqlens[0] = 0
         cu_seqlens[1 : spans.size + 1] = np.cumsum(spans)
         segment_ids = np.repeat(np.arange(spans.size, dtype=np.int32), spans)
-        return cls(checked, total, torch.from_numpy(cu_seqlens), torch.from_numpy(segment_ids), int(spans.max()))
+        with torch.inference_mode(False):  # the batch may be trained on later
+            tensors = torch.from_numpy(cu_seqlens), torch.from_numpy(segment_ids)
+        return cls(checked, total, *tensors, int(spans.max()))
 
     def __post_init__(self) -> None:
         """Refuse tensors of the wrong dtype; on the host, boundaries that don't rise to T as well."""
@@ -87,6 +90,7 @@ class Segments:
             tensor: torch.Tensor = getattr(self, name)
             if tensor.dtype != torch.int32:
                 raise InputError(f"{name} is {tensor.dtype}, must be torch.int32; make Segments with from_lengths")
+        object.__setattr__(self, "_versions", self._current_versions())
         if not self.cu_seqlens.is_cpu:
             return
         ends = self.cu_seqlens.numpy()
@@ -96,6 +100,10 @@ class Segments:
                 f"cu_seqlens must rise from 0 to {self.total} by the documents' lengths {list(self.lengths[:8])}; "
                 f"got {ends[:9].tolist()}; make Segments with from_lengths"
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled without counts and derived structures, which belong to a process; so it leaves a loader's worker."""
+        return type(self), (self.lengths, self.total, self.cu_seqlens, self.segment_ids, self.max_seqlen)
 
     @property
     def device(self) -> torch.device:
@@ -166,18 +174,24 @@ class Segments:
         self._refuse_edited()
         if key not in self._derived:
             self.builds[key] += 1
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 self._derived[key] = build()
         return self._derived[key]
 
     def _refuse_edited(self) -> None:
-        if self.cu_seqlens._version or self.segment_ids._version:
+        if self._versions != self._current_versions():
             raise RuntimeError(
                 "Segments was edited in place; it is immutable: make a new one with Segments.from_lengths"
             )
 
+    def _current_versions(self) -> tuple[int, int]:
+        """PyTorch's count of edits in place; a tensor from another process doesn't begin at 0."""
+        return self.cu_seqlens._version, self.segment_ids._version
+
     def _moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Segments":
-        return replace(self, cu_seqlens=move(self.cu_seqlens), segment_ids=move(self.segment_ids), _derived={}, _on={})
+        with torch.inference_mode(False):
+            cu_seqlens, segment_ids = move(self.cu_seqlens), move(self.segment_ids)
+        return replace(self, cu_seqlens=cu_seqlens, segment_ids=segment_ids, _derived={}, _on={})
 
 
 def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
