@@ -11,12 +11,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slipstream.errors import InputError
+from slipstream.versions import SLIPSTREAM
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,7 +60,7 @@ def main() -> None:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"slipstream {version('slipstream')}")
+        print(f"slipstream {SLIPSTREAM}")
         raise typer.Exit
 
 

@@ -5,7 +5,6 @@ It only looks: nothing is allocated on a device. The alternative, running each k
 a minute.
 """
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -25,11 +24,11 @@ from slipstream.cost.hardware import (
     host_memory_limit,
     machine_memory,
 )
+from slipstream.versions import SLIPSTREAM, library_versions
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "xformers")
 GIB = 1024**3
 
 
@@ -50,14 +49,14 @@ def report() -> dict[str, Any]:
     host = describe("cpu")
     driver = driver_version()
     return {
-        "slipstream": importlib.metadata.version("slipstream"),
+        "slipstream": SLIPSTREAM,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "devices": [asdict(device) for device in (*cards, host)],
         "cpu": {"name": host.name, "cores": usable_cores(), "bf16": cpu_has_bf16()},
         "driver": driver,
         "cuda": torch.version.cuda,
-        "versions": {name: installed_version(name) for name in LIBRARIES},
+        "versions": library_versions(),
         "host_memory": {
             "machine_bytes": machine_memory(),
             "available_bytes": available_memory(),
@@ -103,14 +102,6 @@ def driver_version() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return answer[0] if answer else None
-
-
-def installed_version(name: str) -> str | None:
-    """A distribution's version, or none if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def usable_cores() -> int:

@@ -1,45 +1,39 @@
 """The composition root: a recipe becomes a run, stage by stage, each named once and in this order.
 
-    1. folder    ``RunFolder``           refuse to overwrite
-    2. tokens    ``tokenise``            rows → documents, cached on disk
-    3. packing   ``pack_dataset``        documents → packed rows
-    4. model     ``load_model``          and ``add_adapter``
-    5. apply     ``apply``               attention over segments, memory policy
-    6. train     ``Trainer``             evaluation before, training, evaluation after
-    7. results   ``save``                adapter or model, run.json, report.html
+1. folder    ``RunFolder``           refuse to overwrite
+2. rows      ``prepare_rows``        rows → documents, cached on disk → packed rows
+3. model     ``build_model``         the base model and its adapter
+4. apply     ``apply``               attention over segments, memory policy
+5. train     ``Trainer``             evaluation before, training, evaluation after
+6. results   ``save``                adapter or model, run.json, report.html
 """
 
+import math
 import os
 import platform
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import datasets
-import numpy as np
 import torch
-import transformers
 from rich.console import Console
 from torch import nn
 from transformers import PrinterCallback
 
-from slipstream.transform import Options, apply, decisions, packing_decision, restore
 from slipstream.cost.hardware import compute_dtype, describe
-from slipstream.data.packing import PackingReport, pack, pack_dataset
+from slipstream.data.packing import PackingReport
 from slipstream.data.preview import preview
-from slipstream.data.tokens import TokenisedSet, tokenise
 from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator, PaddedCollator
 from slipstream.errors import InputError
 from slipstream.model.generate import generate_text
 from slipstream.model.load import load_model, load_tokenizer
-from slipstream.model.lora import add_adapter, load_adapter, trainable_summary
+from slipstream.model.lora import load_adapter, trainable_summary
+from slipstream.prepare import Rows, build_model, prepare_rows, quiet_libraries
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
 from slipstream.train.arguments import KeepBest, training_arguments
@@ -48,8 +42,9 @@ from slipstream.train.interrupt import StopRequest
 from slipstream.train.progress import ProgressBar, clock
 from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
 from slipstream.train.trainer import Trainer
+from slipstream.transform import Options, apply, decisions, restore
+from slipstream.versions import SLIPSTREAM, library_versions
 
-LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets")
 FREE_TO_CHANGE = {"output", "train.steps", "train.epochs", "train.eval_every", "train.save_every", "train.keep"}
 """Recipe keys that may differ when a run is resumed: none changes what a step learns from or how."""
 
@@ -76,17 +71,6 @@ class RunSummary:
         return {**asdict(self), "run_folder": str(self.run_folder), "report": str(self.report)}
 
 
-@dataclass(frozen=True)
-class Rows:
-    """One data set, ready to train on."""
-
-    tokenised: TokenisedSet
-    rows: datasets.Dataset
-    """Packed rows, or documents where packing is off."""
-    report: PackingReport
-    histogram: dict[str, list[int]]
-
-
 def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
     """Fine-tune as ``recipe`` says. Raises ``InputError`` before anything is trained where it can't be done."""
     _refuse_several_processes()
@@ -110,42 +94,6 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
     return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record).run(checkpoint, autocast)
 
 
-def prepare_rows(recipe: Recipe, source: str, tokenizer: Any, console: Console) -> Rows:
-    """Read, tokenise and pack ``source``, and print what became of it."""
-    with console.status(f"reading {source}") if console.is_terminal else _nothing():
-        max_length = recipe.data.max_length or recipe.packing.tokens
-        tokenised = tokenise(source, recipe.data, tokenizer, max_length=max_length)
-        lengths = tokenised.lengths
-        capacity, seed, window = recipe.packing.tokens, recipe.train.seed, recipe.packing.window
-        packed = pack(lengths, capacity, seed=seed, window=window)
-        rows = pack_dataset(tokenised.documents, capacity, seed=seed, window=window)
-    report = PackingReport.of(lengths, packed, capacity)
-    console.print(f"{source}:")
-    for line in tokenised.account.lines():
-        console.print(f"  {line}")
-    if not recipe.packing.enabled:
-        console.print(f"  not packed: {report.documents:,} documents, one a row, padded")
-        return Rows(tokenised, tokenised.documents, report, length_histogram(lengths))
-    console.print(
-        f"  packed into {report.rows:,} rows of {capacity:,} tokens: {report.fill:.1%} full, "
-        f"{report.padding_tokens:,} tokens of padding (padded batches: {report.padded_tokens:,} tokens in all, "
-        f"{report.padded_tokens / report.tokens:.2f}x)"
-    )
-    return Rows(tokenised, rows, report, length_histogram(lengths))
-
-
-def build_model(recipe: Recipe, device: torch.device) -> Any:
-    """The base model on ``device``, with its adapter where the recipe has one."""
-    model = load_model(recipe.model, recipe.load, trainable=recipe.adapter.kind == "none", device=device)
-    if recipe.packing.enabled:
-        possible = packing_decision(model)
-        if not possible.on:
-            raise InputError(f"{recipe.model} can't be trained packed: {possible.reason}")
-    if recipe.adapter.kind == "lora":
-        model = add_adapter(model, recipe.adapter, seed=recipe.train.seed)
-    return model
-
-
 def run_decisions(recipe: Recipe, model: nn.Module) -> list[Decision]:
     """What ``apply`` decided, corrected by what the recipe switches off."""
     if recipe.packing.enabled:
@@ -155,7 +103,7 @@ def run_decisions(recipe: Recipe, model: nn.Module) -> list[Decision]:
 
 
 class _Training:
-    """Stages 6 and 7: one run from its first evaluation to its report."""
+    """Stages 5 and 6: one run from its first evaluation to its report."""
 
     def __init__(
         self,
@@ -252,7 +200,7 @@ class _Training:
         evals = [evaluation for evaluation in records.evals if evaluation.step]
         if evals:
             self.record["eval_after"] = evals[-1].loss
-            best = min(evals, key=lambda evaluation: evaluation.loss)
+            best = min(evals, key=lambda evaluation: math.inf if math.isnan(evaluation.loss) else evaluation.loss)
             self.record["best"] = {"step": best.step, "loss": best.loss}
         self.folder.write_run(self.record)
         report = write_report(self.folder.path)
@@ -339,12 +287,12 @@ def describe_run(
     sets = {"train": train_rows, "eval": eval_rows}
     return {
         "format": 1,
-        "slipstream": version("slipstream"),
+        "slipstream": SLIPSTREAM,
         "started": _now(),
         "finished": None,
         "outcome": "running",
         "recipe": recipe.to_dict(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
+        "versions": {"python": platform.python_version(), **library_versions()},
         "device": asdict(describe(device)),
         "decisions": [asdict(decision) for decision in run_decisions(recipe, model)],
         "data": {name: rows and asdict(rows.tokenised.account) for name, rows in sets.items()},
@@ -365,21 +313,6 @@ def recipe_of(folder: RunFolder) -> Recipe:
     return recipe_from_dict(folder.read_run()["recipe"])
 
 
-def length_histogram(lengths: np.ndarray) -> dict[str, list[int]]:
-    """Documents by length in tokens: ``edges`` (one more than ``counts``) and ``counts``."""
-    counts, edges = np.histogram(lengths, bins=min(24, max(1, len(np.unique(lengths)))))
-    return {"edges": [round(edge) for edge in edges], "counts": counts.tolist()}
-
-
-def quiet_libraries() -> None:
-    """Keep the libraries' own bars and notices out of the way; warnings and errors stay."""
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    # peft asks for a property that newer transformers have renamed; nothing a user could do about it
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-
-
 def _checkpoint_to_resume(folder: RunFolder, recipe: Recipe) -> Path:
     before, now = _flat(folder.read_run()["recipe"]), _flat(recipe.to_dict())
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
@@ -387,8 +320,8 @@ def _checkpoint_to_resume(folder: RunFolder, recipe: Recipe) -> Path:
     if refused:
         key = refused[0]
         raise InputError(
-            f"{key} was {before.get(key)!r} when the run in '{folder.path}' began and is {now.get(key)!r} now; a resumed "
-            f"run must learn from the same things: set it back, or start another run with another output"
+            f"{key} was {before.get(key)!r} when the run in '{folder.path}' began and is {now.get(key)!r} now; "
+            f"a resumed run must learn from the same things: set it back, or start another run with another output"
         )
     return last_checkpoint(folder.checkpoints)
 
@@ -406,13 +339,8 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _refuse_several_processes() -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
-        raise InputError(f"started as {world} processes > 1; slipstream train runs on one device for now: start it alone")
+        raise InputError(f"started as {world} processes > 1; slipstream train runs on one device for now: start one")
 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
