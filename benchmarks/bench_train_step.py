@@ -60,6 +60,11 @@ SHAPES = {
 
 def main() -> None:
     options = arguments()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("no CUDA device: this benchmark compares training steps on a card, and is left out here")
+        return
     if options.arm:
         print("RESULT " + json.dumps(run_arm(options)))
         return
@@ -70,7 +75,7 @@ def main() -> None:
             print_row(results[-1])
     document = {
         "benchmark": "train_step",
-        "command": "python benchmarks/bench_train_step.py " + " ".join(sys.argv[1:]),
+        "command": command_line(),
         "commit": commit(),
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **environment(),
@@ -311,9 +316,20 @@ def environment() -> dict:
     return {"device": torch.cuda.get_device_name(), "versions": versions}
 
 
+def command_line() -> str:
+    """The command without where its output went and where its data lay."""
+    words = sys.argv[1:]
+    if "--out" in words:
+        at = words.index("--out")
+        words = words[:at] + words[at + 2 :]
+    return " ".join(["python benchmarks/bench_train_step.py", *(Path(w).name if "/" in w else w for w in words)])
+
+
 def commit() -> str:
-    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    return asked.stdout.strip() or os.environ.get("SLIPSTREAM_COMMIT", "unknown")
+    """The commit measured; ``SLIPSTREAM_COMMIT`` names it where the tree has come without its history."""
+    if told := os.environ.get("SLIPSTREAM_COMMIT"):
+        return told
+    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

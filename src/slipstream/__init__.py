@@ -7,13 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream.transform import Options, apply, decisions, restore
     from slipstream.data.packing import pack, pack_dataset
     from slipstream.decision import Decision
     from slipstream.device.feed import PackedCollator
     from slipstream.device.segments import Segments
     from slipstream.errors import InputError
     from slipstream.train.trainer import Trainer
+    from slipstream.transform import Options, apply, decisions, restore
 
 __all__ = [
     "Decision",
