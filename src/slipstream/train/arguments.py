@@ -34,7 +34,7 @@ def training_arguments(
         eval_steps=(options.eval_every or NEVER) if has_eval else None,
         save_strategy="steps",
         save_steps=options.save_every or NEVER,
-        save_total_limit=options.keep,
+        save_total_limit=options.keep + has_eval,  # transformers counts the best one in, and may leave it alone
         metric_for_best_model="loss" if has_eval else None,
         greater_is_better=False if has_eval else None,
         logging_strategy="steps" if options.trackers else "no",
