@@ -49,7 +49,7 @@ def test_without_one_the_remedy_is_named(tmp_path: Path, there: bool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "step"),
-    [("checkpoint-12", 12), ("checkpoint-", -1), ("checkpoint--3", 3), ("x", -1), ("checkpoint-²", -1)],
+    [("checkpoint-12", 12), ("checkpoint-", -1), ("x", -1), ("checkpoint-²", -1)],
 )
 def test_steps_of_names(name: str, step: int) -> None:
     assert checkpoint_step(Path(name)) == step

@@ -28,8 +28,7 @@ class SignalInStep(TrainerCallback):
                 os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(("number", "accumulate"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_run_interrupted_and_resumed_ends_with_the_same_weights(
     tmp_path: Path, number: signal.Signals, accumulate: int
 ) -> None:
@@ -55,9 +54,6 @@ def test_a_run_interrupted_and_resumed_ends_with_the_same_weights(
     expected, found = weights(straight.model), weights(resumed.model)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert any(not torch.equal(weights(broken.model)[name], expected[name]) for name in expected)
-    assert (
-        [log["step"] for log in resumed.step_log_records] == [3, 4, 5] if hasattr(resumed, "step_log_records") else True
-    )
 
 
 def test_a_second_signal_means_it(tmp_path: Path) -> None:
