@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
 import chat_templates as templates
 from slipstream.data.formats import Chat, Pair
@@ -170,17 +171,28 @@ def test_what_is_refused_in_the_middle_is_learned_at_the_end(tmp_path: Path) -> 
     check(tmp_path, templates.ENDS_ONCE, TALK, ["a second\n\nanswer</s>"], learn="completion")
 
 
-def test_white_space_that_ends_a_turn_is_learned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trim", [False, True])
+def test_white_space_that_ends_a_turn_is_learned(tmp_path: Path, trim: bool) -> None:
     lines = "{% for m in messages %}{{ m.role }}>{{ m.content }}\n{% endfor %}"
     lines += "{% if add_generation_prompt %}assistant>{% endif %}"
-    check(tmp_path, lines, TALK[3:], ["a second\n\nanswer\n"])
+    tokenizer = tiny_tokenizer(lines)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim, add_prefix_space=False)
+    result = made(tmp_path, [{"messages": TALK[3:]}], tokenizer)
+    assert learned(result.documents, tokenizer) == ["a second\n\nanswer\n"]
+
+
+def test_turns_that_end_by_what_they_say(tmp_path: Path) -> None:
+    """A turn with a call ends otherwise than one of words, so a probe of words doesn't find its end; prefixes do."""
+    template = templates.LLAMA3.replace("endfor %}\n        {{- '<|eot_id|>'", "endfor %}\n        {{- '<|end|>'")
+    assert template != templates.LLAMA3
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    talk = [TALK[1], {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "rain"}]
+    check(tmp_path, template, talk, ['{"name": "look", "arguments": {}}<|end|>'])
 
 
 @pytest.mark.parametrize("trim", [False, True])
 def test_white_space_tokens(tmp_path: Path, trim: bool) -> None:
     """Tokens of white space at both ends of a turn, for tokenizers that trim it from offsets too."""
-    from tokenizers import processors
-
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim, add_prefix_space=False)
     talk = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "x\n\n \t"}]
