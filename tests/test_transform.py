@@ -310,6 +310,24 @@ def test_a_window_that_attention_is_not_told_of_is_refused_where_it_matters(kind
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("limit", [7, 8])
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic"}, {"rope_type": "longrope"}, {"rope_type": "yarn"}])
+def test_positions_that_scale_with_the_longest_document_are_refused_where_they_do(rope: Any, limit: int) -> None:
+    settings = {**rope, "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": limit}
+    if rope["rope_type"] == "longrope":
+        settings |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    model = apply(tiny_model("llama", rope_parameters=settings, max_position_embeddings=limit)).eval()
+    examples = documents((8, 3, 5))
+    if limit < 8 and rope["rope_type"] != "yarn":
+        with pytest.raises(InputError, match=r"a document of 8 tokens > 7: .*set max_length to 7"):
+            logits_of(model, row_of(examples, 30))
+        return
+    with torch.no_grad():
+        expected = torch.cat([model(input_ids=torch.tensor([d["input_ids"]])).logits[0] for d in examples])
+        found = logits_of(model, row_of(examples, 30))[0, :16]
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_a_model_with_recurrent_layers_is_refused(kind: str) -> None:
     model = tiny_model(kind, **RECURRENT[kind])

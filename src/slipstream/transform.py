@@ -70,6 +70,8 @@ class Applied:
     attention: str | None
     """The key under which our attention is registered; None where the model's own was left."""
     previous_attention: str
+    longest: int | None
+    """The longest document for which rotary positions don't depend on the others of its row; None where they never do."""
     checkpointing: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
     """Each module that has a switch, and its ``SWITCHES`` as they were."""
     hooks: list[RemovableHandle] = field(default_factory=list)
@@ -91,7 +93,8 @@ def apply(model: Model, options: Options | None = None) -> Model:
     recompute, memory = choose_activations(options.activations, base.config, device, options.tokens)
     if options.activations == "auto" and _checkpoints(base):
         recompute, memory = False, Decision("recompute", True, "the model was given with checkpointing switched on")
-    applied = Applied([attention, memory, packing], key, base.config._attn_implementation)
+    longest = _longest_independent(base.config.get_text_config())
+    applied = Applied([attention, memory, packing], key, base.config._attn_implementation, longest)
     applied.checkpointing = _set_checkpointing(base, options.activations, recompute)
     if key is not None:
         register_attention()
@@ -176,6 +179,20 @@ def _attention(options: Options, base: Any, device: Device, packing: Decision) -
     return None, Decision("attention", False, "left as it was, because this model can't be trained packed")
 
 
+def _longest_independent(config: Any) -> int | None:
+    """The length beyond which ``dynamic`` and ``longrope`` positions take other frequencies, for the whole row."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    each = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    return min(
+        (
+            int(part.get("original_max_position_embeddings") or config.max_position_embeddings)
+            for part in each
+            if part.get("rope_type") in ("dynamic", "longrope")
+        ),
+        default=None,
+    )
+
+
 def _hook(applied: Applied, model: nn.Module, base: Any) -> list[RemovableHandle]:
     """Hooks on the decoder, which all calls reach, and on the models around it, which may keep segments from it."""
     decoder = base.get_decoder()
@@ -220,6 +237,11 @@ def _enter(
         raise InputError(
             f"segments hold {segments.total:,} tokens, but the batch has shape {shape}; "
             f"it must be [1, {segments.total}]"
+        )
+    if applied.longest is not None and max(segments.lengths) > applied.longest:
+        raise InputError(
+            f"a document of {max(segments.lengths):,} tokens > {applied.longest:,}: this model's rotary positions scale "
+            f"with the longest document of a row; set max_length to {applied.longest} or packing.enabled: false"
         )
     segments = segments.on(tokens.device)
     kwargs = dict(kwargs, segments=segments, use_cache=False, attention_mask=mask_placeholder(tokens.device))
