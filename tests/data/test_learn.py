@@ -172,13 +172,14 @@ def test_what_is_refused_in_the_middle_is_learned_at_the_end(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("trim", [False, True])
-def test_white_space_that_ends_a_turn_is_learned(tmp_path: Path, trim: bool) -> None:
-    lines = "{% for m in messages %}{{ m.role }}>{{ m.content }}\n{% endfor %}"
+@pytest.mark.parametrize("end", ["\n", " "])
+def test_white_space_that_ends_a_turn_is_learned(tmp_path: Path, trim: bool, end: str) -> None:
+    lines = "{% for m in messages %}{{ m.role }}>{{ m.content }}" + end + "{% endfor %}"
     lines += "{% if add_generation_prompt %}assistant>{% endif %}"
     tokenizer = tiny_tokenizer(lines)
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim, add_prefix_space=False)
     result = made(tmp_path, [{"messages": TALK[3:]}], tokenizer)
-    assert learned(result.documents, tokenizer) == ["a second\n\nanswer\n"]
+    assert learned(result.documents, tokenizer) == ["a second\n\nanswer" + end]
 
 
 def test_turns_that_end_by_what_they_say(tmp_path: Path) -> None:
