@@ -31,6 +31,7 @@ from slipstream.errors import InputError
 from slipstream.memory.policy import ActivationsChoice, choose_activations
 from slipstream.model.attention import (
     AttentionChoice,
+    Needs,
     attention_key,
     choose_attention,
     mask_placeholder,
@@ -53,7 +54,7 @@ class Options:
     """What ``apply`` is asked for; each ``"auto"`` or a named choice."""
 
     attention: AttentionChoice = "auto"
-    """``varlen`` or ``sdpa``."""
+    """``varlen``, ``flex``, ``xformers`` or ``sdpa``."""
     activations: ActivationsChoice = "auto"
     """``keep`` or ``recompute``."""
     tokens: int | None = None
@@ -159,8 +160,8 @@ def packing_decision(model: nn.Module) -> Decision:
         obstacle = f"layers that carry state across documents ({', '.join(recurrent[:3])})"
     elif not base._can_set_attn_implementation():
         obstacle = "its attention can't be chosen through transformers' AttentionInterface"
-    elif not base._supports_sdpa or getattr(base.config.get_text_config(), "attn_logit_softcapping", None):
-        obstacle = "its attention does more than scaled dot products (soft caps, sinks or a bias of its own)"
+    elif not base._supports_sdpa and not (Needs.of(base).sinks or Needs.of(base).softcap):
+        obstacle = "its attention does more than scaled dot products (a bias of its own)"
     if obstacle is not None:
         return Decision("packing", False, f"{obstacle}; set packing.enabled: false")
     return Decision("packing", True, "boundaries built once a batch; every attention module is checked to read them")
@@ -170,8 +171,9 @@ def _attention(options: Options, base: Any, device: Device, packing: Decision) -
     """The key of the attention to set, or None to leave the model's own, and the decision."""
     if packing.on:
         dtype = options.compute_dtype or base.dtype
-        choice, decision = choose_attention(options.attention, base.config, device, dtype)
-        return attention_key(choice), decision
+        needs = Needs.of(base)
+        choice, decision = choose_attention(options.attention, needs, device, dtype)
+        return attention_key(choice, needs), decision
     if options.attention != "auto":
         raise InputError(
             f"attention {options.attention}: not for a model that can't be trained packed: {packing.reason}"
@@ -240,8 +242,8 @@ def _enter(
         )
     if applied.longest is not None and max(segments.lengths) > applied.longest:
         raise InputError(
-            f"a document of {max(segments.lengths):,} tokens > {applied.longest:,}: this model's rotary positions scale "
-            f"with the longest document of a row; set max_length to {applied.longest} or packing.enabled: false"
+            f"a document of {max(segments.lengths):,} tokens > {applied.longest:,}: this model's rotary positions "
+            f"scale with the longest document of a row; set max_length to {applied.longest} or packing.enabled: false"
         )
     segments = segments.on(tokens.device)
     kwargs = dict(kwargs, segments=segments, use_cache=False, attention_mask=mask_placeholder(tokens.device))
