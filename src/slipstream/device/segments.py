@@ -18,13 +18,14 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 
 from slipstream.errors import InputError
 
+Made = TypeVar("Made")
 SMALLEST_BUCKET = 16
 LARGEST_MASK_BYTES = 16 * 2**30
 
@@ -59,7 +60,7 @@ class Segments:
     readers: set[int] = field(default_factory=set, repr=False)
     """``id`` of each attention module that asked for the boundaries; shared by all device copies."""
     _versions: tuple[int, int] = field(init=False, repr=False)
-    _derived: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, repr=False)
+    _derived: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
     _on: dict[torch.device, "Segments"] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -155,6 +156,12 @@ class Segments:
         window = self.window(window)
         return self._once(("mask", self.device, dtype, window), lambda: self._build_mask(dtype, window))
 
+    def derive(
+        self, kind: str, build: Callable[[], Made], dtype: torch.dtype | None = None, window: int | None = None
+    ) -> Made:
+        """A kernel's own structure on this device; ``build`` is called once for each (kind, dtype, window)."""
+        return self._once((kind, self.device, dtype, window), build)
+
     def _build_mask(self, dtype: torch.dtype, window: int | None) -> torch.Tensor:
         needed = self.total**2 * (dtype.itemsize + 2)  # the mask, and two of booleans while it is made
         if needed > LARGEST_MASK_BYTES:
@@ -170,13 +177,14 @@ class Segments:
         mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
         return mask.masked_fill_(hidden, float("-inf"))[None, None]
 
-    def _once(self, key: tuple[Any, ...], build: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _once(self, key: tuple[Any, ...], build: Callable[[], Made]) -> Made:
         self._refuse_edited()
         if key not in self._derived:
             self.builds[key] += 1
             with torch.inference_mode(False), torch.no_grad():
                 self._derived[key] = build()
-        return self._derived[key]
+        made: Made = self._derived[key]
+        return made
 
     def _refuse_edited(self) -> None:
         if self._versions != self._current_versions():
