@@ -33,7 +33,7 @@ def demo(monkeypatch: pytest.MonkeyPatch, questions: ModuleType) -> ModuleType:
 @pytest.mark.parametrize(
     ("docstring", "answer"),
     [
-        ("Return the number\n  of CPUs here.\n\nMore of it there.", "Return the number of CPUs here.\nMore of it there."),
+        ("Return the number\n  of CPUs here.\n\nMore here too.", "Return the number of CPUs here.\nMore here too."),
         ("dedent(text) -> str\n\nRemove what all lines begin with.", "Remove what all lines begin with."),
         ("Remove what all lines begin with.\n\n>>> dedent(1)\n\nMore of it here.", "Remove what all lines begin with."),
         ("Remove what all lines begin with.\n\nArgs: text, a string.", "Remove what all lines begin with."),

@@ -60,6 +60,14 @@ def test_the_cached_folder_is_an_ordinary_model(file: Path, cache: Path) -> None
     assert tokenizer.chat_template == CHATML
 
 
+def test_tied_weights_stay_one_tensor(file: Path, cache: Path) -> None:
+    model = gguf._dequantised(gguf.open_gguf(file), "float32")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    load_model(str(file), FLOAT32)
+    (weights,) = cache.glob("*/float32/model.safetensors")
+    assert "lm_head.weight" not in load_file(weights)
+
+
 def test_a_file_is_converted_once(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = load_model(str(file), FLOAT32)
     copy = file.with_name("elsewhere.gguf")

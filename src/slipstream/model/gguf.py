@@ -180,7 +180,6 @@ def _dequantised(file: GgufFile, dtype: str) -> "PreTrainedModel":
         plain: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     plain.load_state_dict(read.state_dict(), assign=True)
     plain.tie_weights()
-    plain.generation_config = read.generation_config
     return plain
 
 
