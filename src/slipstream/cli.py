@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,6 +35,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+bench_app = typer.Typer(help="Measure an optimisation, on against off in one process.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
 SetOption = Annotated[
@@ -143,6 +147,40 @@ def generate(
         emit({"prompt": prompt, "system": system, "answer": answer})
     if not as_json:
         print(answer)
+
+
+@bench_app.command("packing")
+def bench_packing(
+    as_json: JsonOption = False,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Append the comparisons to this CSV file.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")] = None,
+    shape: Annotated[str | None, typer.Option("--shape", help="Shapes of models, separated by commas.")] = None,
+    tokens: Annotated[str | None, typer.Option("--tokens", help="Tokens of the rows, separated by commas.")] = None,
+    attention: Annotated[str | None, typer.Option("--attention", help="Choices of attention, by commas.")] = None,
+    activations: Annotated[str, typer.Option("--activations", help="keep, recompute, or both by a comma.")] = (
+        "keep,recompute"
+    ),
+    rounds: Annotated[int | None, typer.Option("--rounds", min=2, help="Timed rounds of all arms.")] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="Fewer layers than the shapes have.")] = None,
+    part: Annotated[str, typer.Option("--part", help="layer, step or all.")] = "all",
+) -> None:
+    """Boundaries built once a batch against once a layer: the published measurement, on this device."""
+    with _output(as_json) as emit:
+        from slipstream.bench import packing_command
+
+        asked = packing_command.options(
+            shape=shape,
+            tokens=tokens,
+            attention=attention,
+            activations=activations,
+            rounds=rounds,
+            layers=layers,
+            part=part,
+        )
+        result, last_line = packing_command.run(asked, _console(stderr=as_json), out=out, csv=csv)
+        emit(result)
+    if not as_json:
+        print(json.dumps(last_line))
 
 
 def _recipe(path: str, overrides: list[str] | None) -> "Recipe":

@@ -1,0 +1,396 @@
+"""``slipstream bench packing``: the published packing measurement on this device.
+
+For each shape, row, attention choice and kind of activations, arms take turns on one model: stock transformers with
+position ids; boundaries and mask rebuilt in every layer (two references, ``wasteful.py``); Slipstream. In the same
+rounds stand-alone arms time the rebuilding itself: what L layers build, back to back. From one build (s for the
+boundaries, m for boundaries and mask) follows the prediction, (L − 1) · m and with recompute (2L − 1) · m; beside it
+stands what was saved in forward, backward and whole step. All arms are first proven to compute the same.
+
+A case that can't run here (an attention choice refused, dense masks that don't fit) is a row with the reason.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any, Literal
+
+import torch
+
+from slipstream.bench.document import document
+from slipstream.bench.harness import WHOLE, Arm, Times, clock_for, measure
+from slipstream.bench.packing_arms import (
+    BACKWARD,
+    FORWARD,
+    OURS,
+    STOCK,
+    PackedStep,
+    Workbench,
+    packed_steps,
+    prove_equal,
+)
+from slipstream.bench.shapes import SHAPES, random_documents, shape_config
+from slipstream.bench.statistics import Verdict, bootstrap_interval, paired_differences
+from slipstream.bench.wasteful import Kind, PackedRow, attention_function, choices, kinds, rebuild, wasteful_attention
+from slipstream.cost.estimate import (
+    dense_mask_bytes,
+    kept_activation_bytes,
+    loss_bytes,
+    packing_saved_forward,
+    packing_saved_seconds,
+)
+from slipstream.cost.hardware import describe, host_memory_limit
+from slipstream.device.segments import LARGEST_MASK_BYTES, Segments
+from slipstream.errors import InputError
+from slipstream.memory.policy import MARGIN, free_bytes
+from slipstream.model.attention import mask_placeholder
+from slipstream.transform import Options, apply, restore
+
+Part = Literal["layer", "step", "all"]
+Say = Callable[[str], None]
+GIB = 2**30
+PUBLISHED: Mapping[str, Any] = {
+    "source": "an engineering post of May 2026 by Unsloth with NVIDIA; Blackwell, 2,048 tokens in all",
+    "metadata_seconds": 0.0002,
+    "mask_seconds": 0.0137,
+    "models": [
+        {
+            "model": "Llama-3.2-1B",
+            "layers": 16,
+            "predicted_seconds": 0.206,
+            "saved_seconds": 0.199,
+            "share_of_step": 0.115,
+        },
+        {
+            "model": "Qwen3-0.6B",
+            "layers": 28,
+            "predicted_seconds": 0.370,
+            "saved_seconds": 0.319,
+            "share_of_step": 0.148,
+        },
+        {"model": "Qwen3-14B QLoRA", "gain": {FORWARD: 0.433, BACKWARD: 0.058, WHOLE: 0.143}},
+    ],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingBench:
+    """What to measure; None takes what suits the device."""
+
+    shapes: tuple[str, ...] | None = None
+    """Names from ``shapes.SHAPES``; on a card the two published ones, else ``tiny``."""
+    tokens: tuple[int, ...] | None = None
+    """Tokens of the rows; on a card 2,048 and the largest row whose dense masks fit."""
+    attention: tuple[str, ...] | None = None
+    """Attention choices; all of them by default."""
+    recompute: tuple[bool, ...] = (False, True)
+    """Whether layers are recomputed in the backward."""
+    part: Part = "all"
+    """``layer``: builds and one layer's attention; ``step``: builds and training steps; ``all``: both."""
+    rounds: int | None = None
+    """Timed rounds; 20 on a card, else 5."""
+    warmup: int = 3
+    """Untimed rounds before them."""
+    layers: int | None = None
+    """Fewer layers than the shapes have."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be measured before any model is made."""
+        for shape in self.shapes or ():
+            shape_config(shape, self.layers)
+        for tokens in self.tokens or ():
+            random_documents(tokens, 100)
+        for choice in self.attention or ():
+            if choice not in choices():
+                raise InputError(f"attention {choice!r} is unknown; there is {', '.join(choices())}")
+        if self.rounds is not None and self.rounds < 2:
+            raise InputError(f"rounds {self.rounds} < 2: an interval needs at least two rounds; raise --rounds")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, row, attention choice and kind of activations."""
+
+    bench: Workbench
+    shape: str
+    tokens: int
+    choice: str
+    recompute: bool
+    documents: list[dict[str, list[int]]]
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The references of this attention choice."""
+        return kinds(self.choice)
+
+    def name(self) -> dict[str, Any]:
+        """What tells this case from others, for its row."""
+        lengths = [len(one["input_ids"]) for one in self.documents]
+        return {
+            "shape": self.shape,
+            "layers": self.bench.layers,
+            "tokens": self.tokens,
+            "documents": len(lengths),
+            "longest": max(lengths),
+            "attention": self.choice,
+            "recompute": self.recompute,
+        }
+
+
+def run(options: PackingBench, say: Say) -> dict[str, Any]:
+    """Measure, and give the result document; ``say`` is told of progress.
+
+    Raises ``ResultsDifferError`` when two arms don't compute the same.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shapes = options.shapes or (
+        tuple(name for name in SHAPES if name != "tiny") if device.type == "cuda" else ("tiny",)
+    )
+    rows: list[dict[str, Any]] = []
+    for shape in shapes:
+        bench = Workbench.of(shape_config(shape, options.layers), device)
+        for case in _cases(options, bench, shape):
+            say(f"{shape}, {case.tokens:,} tokens, {case.choice}, {'recompute' if case.recompute else 'keep'}")
+            rows.append(measure_case(case, options))
+        del bench
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return document("packing", device, rows, published=PUBLISHED, rounds=_rounds(options, device))
+
+
+def _cases(options: PackingBench, bench: Workbench, shape: str) -> Iterator[Case]:
+    rows = options.tokens or default_tokens(bench)
+    for tokens, choice, recompute in product(rows, options.attention or choices(), options.recompute):
+        documents = random_documents(tokens, min(40_000, bench.base.config.vocab_size))
+        yield Case(bench, shape, tokens, choice, recompute, documents)
+
+
+def _rounds(options: PackingBench, device: torch.device) -> int:
+    return options.rounds or (20 if device.type == "cuda" else 5)
+
+
+def measure_case(case: Case, options: PackingBench) -> dict[str, Any]:
+    """One row of the results."""
+    try:
+        refuse_what_does_not_fit(case)
+        case.bench.set_recompute(case.recompute)
+        apply(case.bench.model, Options(attention=case.choice))  # type: ignore[arg-type]
+        return _measured(case, options)
+    except InputError as error:
+        return {**case.name(), "refused": str(error)}
+    except torch.OutOfMemoryError as error:
+        return {**case.name(), "refused": f"out of memory: {str(error).splitlines()[0]}"}
+    finally:
+        case.bench.optimizer.zero_grad(set_to_none=True)
+        restore(case.bench.model)
+
+
+def _measured(case: Case, options: PackingBench) -> dict[str, Any]:
+    with_layer, with_step = options.part in ("layer", "all"), options.part in ("step", "all")
+    rounds = _rounds(options, case.bench.device)
+    clock = clock_for(case.bench.device)
+    row: dict[str, Any] = {**case.name(), "dtype": str(case.bench.dtype).removeprefix("torch.")}
+    builds = build_arms(case)
+    if with_layer:
+        times = measure({**builds, **layer_arms(case)}, rounds, options.warmup, clock)
+        row["layer"] = {"builds": _build_costs(case, times), "attention": _attention_costs(case, times)}
+    if with_step:
+        steps = packed_steps(case.bench, case.documents, case.tokens, case.choice, case.kinds)
+        row["arms"] = prove_equal(steps)
+        times = measure({**builds, **{name: step.arm() for name, step in steps.items()}}, rounds, options.warmup, clock)
+        _drop_batches(steps.values())
+        row["builds"] = _build_costs(case, times)
+        row["comparisons"] = _comparisons(case, times, row["builds"])
+        for name in steps:
+            row["arms"][name]["seconds"] = {part: _rounded(values) for part, values in times[name].items()}
+    return row
+
+
+def _drop_batches(steps: Iterable[PackedStep]) -> None:
+    """Forget batches and graphs, so that the next case finds the memory."""
+    for step in steps:
+        step.inputs, step.loss = {}, None
+
+
+# What stands alone: builds, and one layer's attention
+
+
+def build_arms(case: Case) -> dict[str, Arm]:
+    """Boundaries alone, and all that a layer rebuilds, L times back to back as a forward does."""
+    position_ids = _position_ids(case)
+    dtype, layers = case.bench.dtype, case.bench.layers
+
+    def repeated(build: Callable[[PackedRow], object]) -> Arm:
+        def chain() -> None:
+            row = PackedRow(position_ids)
+            for _ in range(layers):
+                build(row)
+
+        return Arm({"builds": chain})
+
+    arms = {"metadata": repeated(lambda row: row.boundaries("vectorised"))}
+    for kind in case.kinds:
+        arms[f"rebuild-{kind}"] = repeated(partial(rebuild, choice=case.choice, kind=kind, dtype=dtype))
+    return arms
+
+
+def layer_arms(case: Case) -> dict[str, Arm]:
+    """One layer's attention without gradients, L calls back to back: with its structure kept, and rebuilt each time."""
+    config, device, dtype = case.bench.base.config, case.bench.device, case.bench.dtype
+    module = next(m for m in case.bench.base.modules() if type(m).__name__.endswith("Attention"))
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    draw = torch.Generator(device).manual_seed(0)
+    tensors = [
+        torch.randn(1, count, case.tokens, config.head_dim, generator=draw, dtype=dtype, device=device)
+        for count in heads
+    ]
+    mask = mask_placeholder(device)
+    segments = Segments.from_lengths([len(one["input_ids"]) for one in case.documents]).on(device)
+    position_ids = _position_ids(case)
+
+    def repeated(attend: Callable[..., object], given: Callable[[], dict[str, Any]]) -> Arm:
+        def chain() -> None:
+            with torch.no_grad():
+                arguments = given()
+                for _ in range(case.bench.layers):
+                    attend(module, *tensors, mask, **arguments)
+
+        return Arm({"attention": chain})
+
+    arms = {"attention-kept": repeated(attention_function(case.choice), lambda: {"segments": segments})}
+    for kind in case.kinds:
+        attend = partial(wasteful_attention, case.choice, kind)
+        arms[f"attention-{kind}"] = repeated(attend, lambda: {"packed_row": PackedRow(position_ids)})
+    return arms
+
+
+def _position_ids(case: Case) -> torch.Tensor:
+    lengths = [len(one["input_ids"]) for one in case.documents]
+    return Segments.from_lengths(lengths).position_ids().to(case.bench.device)
+
+
+def _build_costs(case: Case, times: Times) -> dict[str, float]:
+    """Median seconds of one metadata call (s), and of one whole rebuild (m) by reference."""
+    names = ("metadata", *(f"rebuild-{kind}" for kind in case.kinds))
+    return {name: _median(times[name][WHOLE]) / case.bench.layers for name in names}
+
+
+def _attention_costs(case: Case, times: Times) -> dict[str, float]:
+    """Median seconds of one layer's attention call."""
+    return {
+        name: _median(values[WHOLE]) / case.bench.layers
+        for name, values in times.items()
+        if name.startswith("attention-")
+    }
+
+
+# Prediction and measurement
+
+
+def _comparisons(case: Case, times: Times, builds: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Each other arm against ours, in forward, backward and the whole step."""
+    found = []
+    for kind in case.kinds:
+        for part in (FORWARD, BACKWARD, WHOLE):
+            predicted = predicted_saving(part, case.bench.layers, builds[f"rebuild-{kind}"], case.recompute)
+            found.append(compare(times, f"wasteful-{kind}", part, predicted))
+    return found + [compare(times, STOCK, part, None) for part in (FORWARD, BACKWARD, WHOLE)]
+
+
+def predicted_saving(part: str, layers: int, build_seconds: float, recompute: bool) -> float:
+    """Seconds that building once saves in a part of the step."""
+    forward = packing_saved_forward(layers, build_seconds)
+    whole = packing_saved_seconds(layers, build_seconds, recompute=recompute)
+    return {FORWARD: forward, BACKWARD: whole - forward, WHOLE: whole}[part]
+
+
+def compare(times: Times, other: str, part: str, predicted: float | None) -> dict[str, Any]:
+    """Seconds saved by ours against ``other``, beside what was predicted (None: nothing was).
+
+    ``gain`` is how much more work a second does, ``share`` how much of the other's time is saved.
+    """
+    theirs, ours = times[other][part], times[OURS][part]
+    saved = bootstrap_interval(paired_differences(theirs, ours))
+    verdict = None if predicted is None else Verdict(predicted, saved)
+    return {
+        "against": other,
+        "part": part,
+        "seconds": _median(theirs),
+        "ours_seconds": _median(ours),
+        "saved_seconds": saved.median,
+        "saved_low": saved.low,
+        "saved_high": saved.high,
+        "gain": _median(theirs) / _median(ours) - 1,
+        "share": saved.median / _median(theirs),
+        "predicted_seconds": predicted,
+        "ratio": verdict and verdict.ratio,
+        "holds": verdict and (verdict.holds if predicted else None),
+    }
+
+
+def csv_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The comparisons of a result document, flat."""
+    names = ("shape", "layers", "tokens", "documents", "attention", "recompute")
+    head = {name: result[name] for name in ("date", "commit", "device")}
+    return [
+        {**head, **{name: row[name] for name in names}, **comparison}
+        for row in result["rows"]
+        for comparison in row.get("comparisons", ())
+    ]
+
+
+# What fits
+
+
+def refuse_what_does_not_fit(case: Case) -> None:
+    """Raise ``InputError`` where the dense masks of this case, and what else a step keeps, exceed the free memory."""
+    needed = needed_bytes(case.bench, case.tokens, case.choice, case.recompute)
+    free = bench_free_bytes(case.bench.device)
+    single = dense_mask_bytes(case.tokens, case.bench.dtype.itemsize)
+    if needed > free or (case.choice == "sdpa" and single > LARGEST_MASK_BYTES):
+        raise InputError(
+            f"{case.tokens:,} tokens: one dense mask takes {single:,} bytes and the step's tensors {needed:,} bytes in "
+            f"all ({needed / GIB:.1f} GiB), {free:,} bytes ({free / GIB:.1f} GiB) are free and a mask may take "
+            f"{LARGEST_MASK_BYTES:,}; lower --tokens"
+        )
+
+
+def needed_bytes(bench: Workbench, tokens: int, choice: str, recompute: bool) -> int:
+    """Bytes that the most wasteful arm takes: activations, loss and dense masks.
+
+    A rebuilt mask is kept by its layer for the backward, so without recompute there are L of them. Stock transformers
+    makes a mask of booleans, whatever the choice; the kernel makes it additive in every layer.
+    """
+    config, itemsize = bench.base.config, bench.dtype.itemsize
+    kept = kept_activation_bytes(config, tokens) * itemsize // 2
+    inputs = config.hidden_size * tokens * itemsize * bench.layers
+    kept = inputs + kept // bench.layers if recompute else kept
+    copies = bench.layers if choice == "sdpa" and not recompute else 1
+    return kept + loss_bytes(config, tokens) * itemsize // 2 + dense_mask_bytes(tokens, itemsize, copies)
+
+
+def bench_free_bytes(device: torch.device) -> int:
+    """Bytes free for a step on this device."""
+    return free_bytes(describe(device)) if device.type == "cuda" else host_memory_limit()
+
+
+def default_tokens(bench: Workbench) -> tuple[int, ...]:
+    """On a card 2,048 and the largest power of two whose dense masks fit with a margin; without a card a short row."""
+    if bench.device.type != "cuda":
+        return (256,)
+    largest = 2048
+    while (
+        needed_bytes(bench, 2 * largest, "sdpa", False) <= MARGIN * bench_free_bytes(bench.device)
+        and dense_mask_bytes(2 * largest, bench.dtype.itemsize) <= LARGEST_MASK_BYTES
+        and 2 * largest <= bench.base.config.max_position_embeddings
+    ):
+        largest *= 2
+    return (2048,) if largest == 2048 else (2048, largest)
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(value, 6) for value in values]

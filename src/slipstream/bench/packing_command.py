@@ -1,0 +1,76 @@
+"""From the command line's words to the packing benchmark, and its result to the terminal and to files.
+
+Everything that can be wrong with the words or the files is told before anything is measured.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from rich.console import Console
+
+from slipstream.bench import packing, packing_table
+from slipstream.bench.document import append_csv, check_writable
+from slipstream.errors import InputError
+
+ACTIVATIONS = {"keep": False, "recompute": True}
+
+
+def options(
+    *,
+    shape: str | None = None,
+    tokens: str | None = None,
+    attention: str | None = None,
+    activations: str = "keep,recompute",
+    rounds: int | None = None,
+    layers: int | None = None,
+    part: str = "all",
+) -> packing.PackingBench:
+    """The benchmark that these words ask for; lists are separated by commas. Raises ``InputError``."""
+    if part not in get_args(packing.Part):
+        raise InputError(f"--part {part!r} is none of {', '.join(get_args(packing.Part))}")
+    kinds = _words(activations) or ()
+    for kind in kinds:
+        if kind not in ACTIVATIONS:
+            raise InputError(f"--activations {kind!r} is none of {', '.join(ACTIVATIONS)}")
+    if not kinds:
+        raise InputError("--activations is empty; give keep, recompute or both")
+    return packing.PackingBench(
+        shapes=_words(shape),
+        tokens=_numbers(tokens),
+        attention=_words(attention),
+        recompute=tuple(ACTIVATIONS[kind] for kind in kinds),
+        part=cast(packing.Part, part),
+        rounds=rounds,
+        layers=layers,
+    )
+
+
+def run(
+    asked: packing.PackingBench, console: Console, *, out: Path | None = None, csv: Path | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Measure, print the tables, write the files; the result document and the summary for the last line."""
+    for path in (out, csv):
+        if path is not None:
+            check_writable(path)
+    result = packing.run(asked, console.print)
+    packing_table.show(result, console)
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if csv is not None:
+        append_csv(csv, packing.csv_rows(result))
+    return result, packing_table.summary(result)
+
+
+def _words(text: str | None) -> tuple[str, ...] | None:
+    """The words between commas; None where there are none."""
+    words = tuple(word.strip() for word in (text or "").split(",") if word.strip())
+    return words or None
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    words = _words(text)
+    try:
+        return None if words is None else tuple(int(word) for word in words)
+    except ValueError as error:
+        raise InputError(f"--tokens {text!r} must be whole numbers separated by commas, e.g. 2048,16384") from error

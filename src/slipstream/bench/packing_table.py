@@ -1,0 +1,121 @@
+"""The packing benchmark's result for people: for each case what a build costs, what was predicted and what was saved.
+
+One narrow table a case, so that it fits a terminal of 80 columns; forward and backward stand under each other, since
+the claim is that they save about the same time. The published figures come last.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.bench.harness import WHOLE
+from slipstream.bench.packing_arms import BACKWARD, FORWARD
+
+MILLI = 1e3
+
+
+def show(result: Mapping[str, Any], console: Console) -> None:
+    """Print the result document of ``bench packing``."""
+    console.print(
+        f"packing on {result['device']}, commit {result['commit'][:12]}, {result['rounds']} rounds; times in ms"
+    )
+    for row in result["rows"]:
+        console.print(f"\n{_case(row)}")
+        if "refused" in row:
+            console.print(f"  left out: {row['refused']}")
+        if "layer" in row:
+            console.print(f"  one layer alone: {_layer_line(row['layer'])}")
+        if "comparisons" in row:
+            console.print(f"  beside the steps: {_builds_line(row['builds'])}")
+            console.print(f"  built in a step, boundaries + structures: {_counts_line(row['arms'])}")
+            console.print(_case_table(row))
+    console.print(_published_table(result["published"]))
+
+
+def summary(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The last line, for machines: how many predictions there were, how many held, and what was left out."""
+    verdicts = [c["holds"] for row in result["rows"] for c in row.get("comparisons", ()) if c["holds"] is not None]
+    refused = sum("refused" in row for row in result["rows"])
+    return {"benchmark": "packing", "predictions": len(verdicts), "held": sum(verdicts), "left_out": refused}
+
+
+def _builds_line(builds: Mapping[str, float]) -> str:
+    rebuilt = (
+        f"m {name.removeprefix('rebuild-')} {_ms(value)}" for name, value in builds.items() if name != "metadata"
+    )
+    return ", ".join([f"boundaries s {_ms(builds['metadata'])}", *rebuilt])
+
+
+def _layer_line(layer: Mapping[str, Mapping[str, float]]) -> str:
+    attention = (f"{name.removeprefix('attention-')} {_ms(value)}" for name, value in layer["attention"].items())
+    return f"{_builds_line(layer['builds'])}; attention {', '.join(attention)}"
+
+
+def _counts_line(arms: Mapping[str, Any]) -> str:
+    """A question mark where transformers does not tell."""
+    counts = {name: arm["builds"] for name, arm in arms.items()}
+    shown = {name: f"{each['metadata']}+{each['structures']}" if each else "?" for name, each in counts.items()}
+    return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def _case_table(row: Mapping[str, Any]) -> Table:
+    """Every other arm against ours, part by part."""
+    table = _table("", "against", "part", "gain", "saved", "95% interval", "of it", "predicted", "ratio", "verdict")
+    for one in row["comparisons"]:
+        table.add_row(
+            one["against"].removeprefix("wasteful-"),
+            one["part"],
+            f"{one['gain']:+.1%}",
+            _ms(one["saved_seconds"]),
+            f"{_ms(one['saved_low'])} to {_ms(one['saved_high'])}",
+            f"{one['share']:.1%}",
+            "" if one["predicted_seconds"] is None else _ms(one["predicted_seconds"]),
+            "" if one["ratio"] is None else f"{one['ratio']:.2f}",
+            "" if one["holds"] is None else verdict(one),
+        )
+    return table
+
+
+def _published_table(published: Mapping[str, Any]) -> Table:
+    """The figures that ours stand beside."""
+    title = (
+        f"Published: {published['source']}.\nA metadata call {_ms(published['metadata_seconds'])}, "
+        f"a mask build {_ms(published['mask_seconds'])}"
+    )
+    table = _table(title, "model", "layers", "predicted", "saved", "of step", "forward", "backward", "step")
+    for one in published["models"]:
+        gain = one.get("gain", {})
+        table.add_row(
+            one["model"],
+            str(one.get("layers", "")),
+            *(_ms(one[name]) if name in one else "" for name in ("predicted_seconds", "saved_seconds")),
+            f"{one['share_of_step']:.1%}" if "share_of_step" in one else "",
+            *(f"{gain[part]:+.1%}" if gain else "" for part in (FORWARD, BACKWARD, WHOLE)),
+        )
+    return table
+
+
+def verdict(comparison: Mapping[str, Any]) -> str:
+    """``holds`` or ``off``, and whether noise hides the saving: an interval around zero contains any small number."""
+    word = "holds" if comparison["holds"] else "off"
+    return f"{word}, noisy" if comparison["saved_low"] <= 0 <= comparison["saved_high"] else word
+
+
+def _case(row: Mapping[str, Any]) -> str:
+    activations = "recompute" if row["recompute"] else "keep"
+    row_of = f"{row['tokens']:,} tokens in {row['documents']:,} documents"
+    return f"{row['shape']} ({row['layers']} layers), {row_of}, {row['attention']}, {activations}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * MILLI:.2f}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < 2 else "right", no_wrap=True)
+    return table

@@ -1,0 +1,112 @@
+"""Models of real shapes with random weights, and documents of realistic lengths to fill a row.
+
+What a step costs depends on shapes alone, so no weights are needed; they are made on the device. Lengths are lognormal
+with a mean of about 250 tokens, as in common instruction sets. ``tiny`` is for machines without a card: it proves that
+the benchmark works and says nothing about speed worth quoting.
+"""
+
+import random
+from collections.abc import Mapping
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slipstream.cost.hardware import compute_dtype, describe
+from slipstream.errors import InputError
+from slipstream.model.lora import AdapterOptions, add_adapter
+
+SHORTEST = 16
+"""Tokens of the shortest document."""
+SMALLEST_ROW = 64
+SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama-3.2-1b": {
+            "model_type": "llama",
+            "hidden_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "intermediate_size": 8192,
+            "vocab_size": 128256,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+        "qwen3-0.6b": {
+            "model_type": "qwen3",
+            "hidden_size": 1024,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 3072,
+            "vocab_size": 151936,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 40960,
+            "tie_word_embeddings": True,
+        },
+        "tiny": {
+            "model_type": "llama",
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 128,
+            "vocab_size": 512,
+            "max_position_embeddings": 4096,
+        },
+    }
+)
+
+
+def shape_config(name: str, layers: int | None = None) -> Any:
+    """The configuration of a shape, with fewer ``layers`` if given. Raises ``InputError`` for a name unknown."""
+    if name not in SHAPES:
+        near = get_close_matches(name, SHAPES, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise InputError(f"shape {name!r} is unknown; {hint}there is {', '.join(SHAPES)}")
+    settings = dict(SHAPES[name])
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    if layers is not None:
+        if not 2 <= layers <= config.num_hidden_layers:
+            raise InputError(f"layers {layers}: {name} has {config.num_hidden_layers}; ask for 2 to as many")
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    return config
+
+
+def bench_dtype(device: torch.device) -> torch.dtype:
+    """What layers compute in: bf16 on cards that multiply it, else float32."""
+    if device.type != "cuda":
+        return torch.float32
+    dtype: torch.dtype = getattr(torch, compute_dtype(describe(device)))
+    return dtype
+
+
+def adapted_model(config: Any, device: torch.device) -> Any:
+    """A random model with a rank-16 adapter on all linear layers, in training mode; the same at every call."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.device(device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=bench_dtype(device))
+    return add_adapter(model, AdapterOptions(rank=16, alpha=16), seed=0).train()
+
+
+def random_documents(tokens: int, vocabulary: int, seed: int = 0) -> list[dict[str, list[int]]]:
+    """At least two documents that fill a row of ``tokens`` tokens exactly; ``InputError`` for a row too small."""
+    if tokens < SMALLEST_ROW:
+        raise InputError(f"tokens {tokens} < {SMALLEST_ROW}: the row must hold several documents; raise --tokens")
+    draw = random.Random(seed)
+    made: list[dict[str, list[int]]] = []
+    left = tokens
+    while left:
+        length = min(max(SHORTEST, int(draw.lognormvariate(5.2, 0.8))), left, tokens // 2)
+        length = left if left - length < SHORTEST and made else length
+        made.append({"input_ids": [draw.randrange(3, vocabulary) for _ in range(length)]})
+        left -= length
+    return made
