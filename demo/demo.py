@@ -99,7 +99,8 @@ def show(recipe: Recipe, summary: RunSummary, said: Answers, console: Console) -
     assert summary.eval_before is not None
     assert summary.eval_after is not None
     packing, speed = summary.packing, summary.tokens_per_second
-    ratio = packing.padded_tokens / packing.tokens
+    packed_ratio = packing.padded_tokens / (packing.rows * packing.capacity)
+    seconds = summary.steps * packing.capacity * packing.fill / speed
     table = Table(show_header=False, box=None, padding=(0, 2, 1, 0))
     drop = 1 - summary.eval_after / summary.eval_before
     table.add_row(
@@ -112,8 +113,8 @@ def show(recipe: Recipe, summary: RunSummary, said: Answers, console: Console) -
     table.add_row("speed", f"{speed:,.0f} tokens/s, packed")
     table.add_row(
         "padding instead",
-        f"{packing.padded_tokens:,} tokens for these {packing.tokens:,}, {ratio:.2f} times the work: about "
-        f"{summary.seconds * ratio:.0f} s in place of {summary.seconds:.0f} s",
+        f"{packing.padded_tokens:,} tokens for all {packing.tokens:,}, {packed_ratio:.2f} times what packed rows hold: "
+        f"about {seconds * packed_ratio:.0f} s for the {summary.steps} steps in place of {seconds:.0f} s",
     )
     table.add_row(
         "your own model\nand your own data",

@@ -4,7 +4,7 @@ Nothing is downloaded and nothing is kept in the repository: whoever runs the de
 one Python version differ a little from another's, so losses compare within a run, not between machines.
 
     1. names      public functions, classes and methods of modules that are safe to import
-    2. pair       "What does `textwrap.dedent` do in Python?" → the docstring's opening prose, cleaned
+    2. pair       "What does `textwrap.dedent` do in Python?" → the docstring's first paragraph, cleaned
     3. held out   about one in ten, chosen by a hash of the answer: a function that several modules export under the
                   same text lies on one side only
 """
@@ -36,8 +36,6 @@ EVALUATED = 48
 """Held-out pairs that are written down and evaluated: more would cost the demo time, and hardly move the mean."""
 SHORTEST, LONGEST = 30, 600
 """Characters of an answer: shorter ones say nothing, longer ones cost the demo time."""
-SECTION = re.compile(r"\w+:\s")
-"""``Args:`` and the like: no prose."""
 SIGNATURE = re.compile(r"^[\w.]+\(.*\)\s*(->.*)?$")
 
 
@@ -76,17 +74,9 @@ def split(found: list[Pair]) -> tuple[list[Pair], list[Pair]]:
 
 
 def description(docstring: str) -> str | None:
-    """The docstring's opening prose, a line a paragraph, without a signature; none where it is no good answer.
-
-    It ends before the first paragraph that is no sentence (an example, a list of parameters) or would make it too long.
-    """
-    kept: list[str] = []
-    for paragraph in filter(None, map(_one_line, re.split(r"\n\s*\n", docstring))):
-        if not _is_prose(paragraph) or len("\n".join([*kept, paragraph])) > LONGEST:
-            break
-        kept.append(paragraph)
-    answer = "\n".join(kept)
-    return answer if len(answer) >= SHORTEST else None
+    """The docstring's first paragraph as one line, without a signature; none where it is no good answer."""
+    answer = next(filter(None, map(_one_line, re.split(r"\n\s*\n", docstring))), "")
+    return answer if SHORTEST <= len(answer) <= LONGEST and _is_prose(answer) else None
 
 
 def _one_line(paragraph: str) -> str:
@@ -97,7 +87,7 @@ def _one_line(paragraph: str) -> str:
 
 
 def _is_prose(text: str) -> bool:
-    return text[0].isupper() and text.endswith(".") and ">>>" not in text and not SECTION.match(text)
+    return text[0].isupper() and text.endswith(".") and ">>>" not in text
 
 
 def _held_out(pair: Pair) -> bool:
