@@ -1,52 +1,32 @@
 """Apply what fits this model and device to one model instance, and undo it.
 
 Everything hangs on one ``Applied`` object on the instance (the base model below peft, if peft wraps it): the attention
-choice in its config, forward hooks, the checkpointing switch. No class is patched and no source rewritten; ``restore``
-leaves the model as it was.
-
-The decoder's pre-hook puts ``segments`` on the input's device and stops transformers from looking for packed sequences
-itself (with a 4-D placeholder for the mask: with ``None`` it compares position ids on the device and waits for the
-answer). The post-hook counts at the first packed forward that every attention module did read the boundaries; it is on
-the outer model too, since some models keep unknown arguments from their decoder. A model that drops the boundaries on
-the way would train with documents that see each other, without an error: it is refused instead. A model that can't be
-trained packed keeps its own attention, so that unpacked training is exactly its own.
+choice in its config, the hooks of its packed forward, the checkpointing switch. No class is patched and no source
+rewritten; ``restore`` leaves the model as it was. A model that can't be trained packed keeps its own attention, so that
+unpacked training is exactly its own.
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.checkpoint import checkpoint
-from torch.utils.hooks import RemovableHandle
 
 from slipstream.cost.hardware import Device, describe
 from slipstream.decision import Decision
-from slipstream.device.segments import Segments
 from slipstream.errors import InputError
+from slipstream.memory.checkpointing import Switches, checkpoints, restore_checkpointing, set_checkpointing
 from slipstream.memory.policy import ActivationsChoice, choose_activations
-from slipstream.model.attention import (
-    AttentionChoice,
-    Needs,
-    attention_key,
-    choose_attention,
-    mask_placeholder,
-    register_attention,
-)
+from slipstream.model.attention import AttentionChoice, Needs, attention_key, choose_attention, register_attention
+from slipstream.model.carrier import Carrier, find_carrier
+from slipstream.model.packed_forward import PackedForward
 
 Model = TypeVar("Model", bound=nn.Module)
 ATTRIBUTE = "_slipstream"
 RECURRENT = re.compile(
     r"Mamba|SSM|GatedDelta|DeltaNet|ShortConv|RWKV|Rwkv|Recurrent|LinearAttention|LightningAttention"
 )
-RANDOM = re.compile(r"drop|jitter|noise")
-"""Settings of a model's config that make its layers draw random numbers in training."""
-SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func")
-"""The attributes by which transformers' layers know whether and how to recompute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +43,14 @@ class Options:
     """The dtype that layers compute in, where autocast makes it differ from the weights'."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Applied:
     """What hangs on a model after ``apply``, and what ``restore`` needs."""
 
-    decisions: list[Decision]
-    attention: str | None
-    """The key under which our attention is registered; None where the model's own was left."""
+    decisions: tuple[Decision, ...]
     previous_attention: str
-    longest: int | None
-    """The longest document for which rotary positions don't depend on the others of its row; None where they never do."""
-    checkpointing: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
-    """Each module that has a switch, and its ``SWITCHES`` as they were."""
-    hooks: list[RemovableHandle] = field(default_factory=list)
-    segments_checked: bool = False
+    forward: PackedForward
+    checkpointing: Switches
 
 
 def apply(model: Model, options: Options | None = None) -> Model:
@@ -89,19 +63,20 @@ def apply(model: Model, options: Options | None = None) -> Model:
     restore(model)
     base = base_model(model)
     device = describe(next(base.parameters()).device)
-    packing = packing_decision(base)
-    key, attention = _attention(options, base, device, packing)
+    packing, carrier = _packing(base)
+    key, attention = _attention(options, base, device, packing, carrier)
     recompute, memory = choose_activations(options.activations, base.config, device, options.tokens)
-    if options.activations == "auto" and _checkpoints(base):
+    if options.activations == "auto" and checkpoints(base):
         recompute, memory = False, Decision("recompute", True, "the model was given with checkpointing switched on")
-    longest = _longest_independent(base.config.get_text_config())
-    applied = Applied([attention, memory, packing], key, base.config._attn_implementation, longest)
-    applied.checkpointing = _set_checkpointing(base, options.activations, recompute)
+    forward = PackedForward(packing, key, carrier)
+    previous = base.config._attn_implementation
+    switches = set_checkpointing(base, options.activations, recompute)
     if key is not None:
         register_attention()
         base.set_attn_implementation(key)
-    applied.hooks = _hook(applied, model, base)
-    setattr(base, ATTRIBUTE, applied)
+    forward.attach(model, base)
+    rotary = [_rotary_decision(forward)] if forward.rotary else []
+    setattr(base, ATTRIBUTE, Applied((attention, memory, packing, *rotary), previous, forward, switches))
     return model
 
 
@@ -111,14 +86,10 @@ def restore(model: Model) -> Model:
     applied: Applied | None = getattr(base, ATTRIBUTE, None)
     if applied is None:
         return model
-    for hook in applied.hooks:
-        hook.remove()
-    if applied.attention is not None:
+    applied.forward.detach()
+    if applied.forward.attention is not None:
         base.set_attn_implementation(applied.previous_attention)
-    for module, switches in applied.checkpointing:
-        for name in SWITCHES:
-            vars(module).pop(name, None)
-        vars(module).update(switches)
+    restore_checkpointing(applied.checkpointing)
     delattr(base, ATTRIBUTE)
     return model
 
@@ -147,31 +118,44 @@ def base_model(model: nn.Module) -> Any:
 
 
 def packing_decision(model: nn.Module) -> Decision:
-    """Whether this model may be trained packed, as far as can be told before its first forward.
-
-    Not with recurrent layers, whose state would cross documents, nor where attention can't be exchanged for ours.
+    """Whether this model can be trained packed: not with layers that carry state across documents, nor where
+    boundaries don't reach every attention module.
     """
-    base = base_model(model)
-    recurrent = sorted(
-        {type(m).__name__ for m in base.modules() if isinstance(m, nn.Conv1d) or RECURRENT.search(type(m).__name__)}
-    )
-    obstacle = None
-    if recurrent:
-        obstacle = f"layers that carry state across documents ({', '.join(recurrent[:3])})"
-    elif not base._can_set_attn_implementation():
-        obstacle = "its attention can't be chosen through transformers' AttentionInterface"
-    elif not base._supports_sdpa and not (Needs.of(base).sinks or Needs.of(base).softcap):
-        obstacle = "its attention does more than scaled dot products (a bias of its own)"
+    return _packing(base_model(model))[0]
+
+
+def _packing(base: Any) -> tuple[Decision, Carrier | None]:
+    obstacle, carrier = _obstacle(base), None
+    if obstacle is None:
+        carrier, reason = find_carrier(base)
+        obstacle = None if carrier else reason
     if obstacle is not None:
-        return Decision("packing", False, f"{obstacle}; set packing.enabled: false")
-    return Decision("packing", True, "boundaries built once a batch; every attention module is checked to read them")
+        return Decision("packing", False, f"{obstacle}; set packing.enabled: false"), None
+    return Decision("packing", True, f"boundaries are built once a batch; {reason}"), carrier
 
 
-def _attention(options: Options, base: Any, device: Device, packing: Decision) -> tuple[str | None, Decision]:
+def _obstacle(base: Any) -> str | None:
+    """What can be told against packing without a forward."""
+    recurrent = {
+        type(m).__name__ for m in base.modules() if isinstance(m, nn.Conv1d) or RECURRENT.search(type(m).__name__)
+    }
+    if recurrent:
+        return f"layers that carry state across documents ({', '.join(sorted(recurrent)[:3])})"
+    if not base._can_set_attn_implementation():
+        return "its attention can't be chosen through transformers' AttentionInterface"
+    needs = Needs.of(base)
+    if not base._supports_sdpa and not (needs.sinks or needs.softcap):
+        return "its attention does more than scaled dot products (a bias of its own)"
+    return None
+
+
+def _attention(
+    options: Options, base: Any, device: Device, packing: Decision, carrier: Carrier | None
+) -> tuple[str | None, Decision]:
     """The key of the attention to set, or None to leave the model's own, and the decision."""
     if packing.on:
         dtype = options.compute_dtype or base.dtype
-        needs = Needs.of(base)
+        needs = replace(Needs.of(base), mask_only=carrier == "mask")
         choice, decision = choose_attention(options.attention, needs, device, dtype)
         return attention_key(choice, needs), decision
     if options.attention != "auto":
@@ -181,129 +165,8 @@ def _attention(options: Options, base: Any, device: Device, packing: Decision) -
     return None, Decision("attention", False, "left as it was, because this model can't be trained packed")
 
 
-def _longest_independent(config: Any) -> int | None:
-    """The length beyond which ``dynamic`` and ``longrope`` positions take other frequencies, for the whole row."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    each = [part for part in rope.values() if isinstance(part, dict)] or [rope]
-    return min(
-        (
-            int(part.get("original_max_position_embeddings") or config.max_position_embeddings)
-            for part in each
-            if part.get("rope_type") in ("dynamic", "longrope")
-        ),
-        default=None,
+def _rotary_decision(forward: PackedForward) -> Decision:
+    kinds = sorted({type(module).__name__ for module in forward.rotary})
+    return Decision(
+        "rotary", True, f"positions of {', '.join(kinds)} are scaled by each document's length, not the row's"
     )
-
-
-def _hook(applied: Applied, model: nn.Module, base: Any) -> list[RemovableHandle]:
-    """Hooks on the decoder, which all calls reach, and on the models around it, which may keep segments from it."""
-    decoder = base.get_decoder()
-    hooks = [decoder.register_forward_pre_hook(partial(_enter, applied), with_kwargs=True)]
-    for module in dict.fromkeys((decoder, base, model)):
-        hooks.append(
-            module.register_forward_pre_hook(partial(_refuse_packing, applied), with_kwargs=True, prepend=True)
-        )
-        hooks.append(module.register_forward_hook(partial(_leave, applied, decoder), with_kwargs=True))
-    return hooks
-
-
-def _refuse_packing(applied: Applied, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if kwargs.get("segments") is None:
-        return
-    if kwargs.get("attention_mask") is not None:
-        raise InputError(
-            f"attention_mask of shape {list(kwargs['attention_mask'].shape)} beside segments: a mask would make the "
-            f"boundaries ambiguous; give one of them (PackedCollator makes no mask)"
-        )
-    for decision in applied.decisions:
-        if decision.name == "packing" and not decision.on:
-            raise InputError(f"this model can't be trained packed: {decision.reason}")
-
-
-def _enter(
-    applied: Applied, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    segments: Segments | None = kwargs.get("segments")
-    if segments is None:
-        return None
-    config: Any = decoder.config
-    if config._attn_implementation != applied.attention:
-        raise InputError(
-            f"attention was set to {config._attn_implementation} after apply, which would let documents see each "
-            f"other; apply again, or restore(model) and train without segments"
-        )
-    tokens = args[0] if args else kwargs.get("input_ids")
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-    if tokens is None or tuple(tokens.shape[:2]) != (1, segments.total):
-        shape = None if tokens is None else list(tokens.shape)
-        raise InputError(
-            f"segments hold {segments.total:,} tokens, but the batch has shape {shape}; "
-            f"it must be [1, {segments.total}]"
-        )
-    if applied.longest is not None and max(segments.lengths) > applied.longest:
-        raise InputError(
-            f"a document of {max(segments.lengths):,} tokens > {applied.longest:,}: this model's rotary positions "
-            f"scale with the longest document of a row; set max_length to {applied.longest} or packing.enabled: false"
-        )
-    segments = segments.on(tokens.device)
-    kwargs = dict(kwargs, segments=segments, use_cache=False, attention_mask=mask_placeholder(tokens.device))
-    if kwargs.get("position_ids") is None:
-        kwargs["position_ids"] = segments.position_ids()
-    return args, kwargs
-
-
-def _leave(
-    applied: Applied, decoder: Any, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> None:
-    segments: Segments | None = kwargs.get("segments")
-    if segments is None or applied.segments_checked:
-        return
-    reading = {id(m) for m in decoder.modules()} & segments.readers
-    expected = {id(m): name for name, m in decoder.named_modules() if type(m).__name__.endswith("Attention")}
-    deaf = [name for key, name in expected.items() if key not in reading]
-    layers = getattr(decoder.config, "num_hidden_layers", len(expected))
-    if deaf or len(reading) < layers:
-        raise InputError(
-            f"{type(decoder).__name__} does not hand segments to its attention ({len(reading)} of "
-            f"{max(len(expected), layers)} modules read them; not {', '.join(deaf[:3]) or 'all layers'}): documents "
-            f"would see each other; set packing.enabled: false"
-        )
-    applied.segments_checked = True
-
-
-def _checkpoints(base: nn.Module) -> bool:
-    return any(getattr(module, "gradient_checkpointing", False) for module in base.modules())
-
-
-def _set_checkpointing(base: Any, asked: ActivationsChoice, recompute: bool) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Switch checkpointing of the decoder layers; gives what to put back."""
-    modules = [m for m in base.modules() if hasattr(m, "gradient_checkpointing")]
-    before = [(m, {name: vars(m)[name] for name in SWITCHES if name in vars(m)}) for m in modules]
-    if recompute and not modules:
-        raise InputError(f"{type(base).__name__} has no layers that can be recomputed; set activations: keep")
-    if recompute:
-        base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint_of(base))
-    elif asked == "keep":
-        for module in modules:
-            module.gradient_checkpointing = False
-    return before
-
-
-def _checkpoint_of(base: Any) -> Callable[..., Any]:
-    """Checkpointing that keeps random state only where a layer draws random numbers.
-
-    Looked up once for each set of adapters, since peft may add dropout after ``apply``.
-    """
-
-    @cache
-    def sources(adapters: tuple[str, ...]) -> tuple[bool, list[Any]]:
-        settings = base.config.to_dict().items()
-        named = any(RANDOM.search(k) and isinstance(v, int | float) and v > 0 for k, v in settings)
-        return named, [m for m in base.modules() if isinstance(m, _DropoutNd)]
-
-    def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        named, dropouts = sources(tuple(getattr(base, "peft_config", ())))
-        draws = named or any(dropout.p > 0 for dropout in dropouts)
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws, **kwargs)
-
-    return recompute

@@ -49,6 +49,8 @@ class Needs:
     dropout: float = 0.0
     softcap: bool = False
     sinks: bool = False
+    mask_only: bool = False
+    """Boundaries reach the attention modules as a mask, not as segments (see ``model/carrier.py``)."""
 
     @classmethod
     def of(cls, base: nn.Module) -> Self:

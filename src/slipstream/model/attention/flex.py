@@ -22,6 +22,8 @@ SMALLEST_HEAD = 16
 
 def obstacle(needs: Needs, device: Device, dtype: torch.dtype) -> str | None:
     """Why FlexAttention can't be used here, or None."""
+    if needs.mask_only:
+        return "this model hands its attention a mask, but no segments"
     if device.kind != "cuda":
         return f"its kernels train on CUDA devices only, the model is on {device.kind}"
     if device.compute_capability is None or device.compute_capability < (8, 0):

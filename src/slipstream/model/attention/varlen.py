@@ -25,6 +25,8 @@ LARGEST_HEAD = 256
 
 def obstacle(needs: Needs, device: Device, dtype: torch.dtype) -> str | None:
     """Why variable-length attention can't be exact here, or None."""
+    if needs.mask_only:
+        return "this model hands its attention a mask, but no segments"
     if device.kind != "cuda":
         return f"it needs a CUDA device, the model is on {device.kind}"
     if device.compute_capability is None or device.compute_capability < (8, 0):

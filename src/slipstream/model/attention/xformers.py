@@ -19,6 +19,8 @@ LARGEST_HEAD = 256
 
 def obstacle(needs: Needs, device: Device, dtype: torch.dtype) -> str | None:
     """Why xFormers can't be used here, or None."""
+    if needs.mask_only:
+        return "this model hands its attention a mask, but no segments"
     if device.kind != "cuda":
         return f"its kernels need a CUDA device, the model is on {device.kind}"
     if find_spec("xformers") is None:

@@ -1,0 +1,103 @@
+"""How a model carries boundaries to its attention: found out before the first step, on a row of two tiny documents.
+
+Most models hand unknown keyword arguments down to their attention modules, so that ``segments`` arrives there. A few
+drop them on the way but do pass a 4-D mask, which serves for ``sdpa``. Others call no registered attention at all. The
+probe registers a function that computes nothing and writes down what it was given; the alternative, to trust a list of
+model types, goes stale with every release.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from slipstream.device.segments import Segments
+
+Carrier = Literal["segments", "mask"]
+PROBE = "slipstream_probe"
+LENGTHS = (3, 4)
+
+
+@dataclass
+class _Heard:
+    """Attention modules, by ``id``, and what reached them."""
+
+    segments: set[int] = field(default_factory=set)
+    mask: set[int] = field(default_factory=set)
+
+
+def find_carrier(base: Any) -> tuple[Carrier | None, str]:
+    """What brings boundaries to every attention module of ``base``, or None, and the reason in a few words.
+
+    A model whose weights aren't there (meta tensors) is taken to carry segments; its first forward is checked anyway.
+    """
+    decoder = base.get_decoder()
+    parameter = next(decoder.parameters())
+    if parameter.is_meta:
+        return "segments", "not tried: the weights are not loaded"
+    mask = torch.ones((1, 1, sum(LENGTHS), sum(LENGTHS)), dtype=torch.bool, device=parameter.device)
+    try:
+        heard = _listen(base, decoder, mask)
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+        return None, f"a row of two documents fails in it: {type(error).__name__}: {error}"
+    expected = attention_modules(decoder)
+    total = max(len(expected), getattr(decoder.config, "num_hidden_layers", 0))
+    if len(heard.segments) >= total and set(expected) <= heard.segments:
+        return "segments", "segments reach every attention module"
+    if len(heard.mask) >= total and set(expected) <= heard.mask and not _windows(base.config.get_text_config()):
+        return "mask", "its attention is handed a mask but no segments"
+    reached = max(len(heard.segments), len(heard.mask))
+    return None, f"boundaries reach {reached} of its {total} attention modules: documents would see each other"
+
+
+def attention_modules(decoder: nn.Module) -> dict[int, str]:
+    """The decoder's attention modules: ``id`` → name."""
+    return {id(m): name for name, m in decoder.named_modules() if type(m).__name__.endswith("Attention")}
+
+
+def _windows(config: Any) -> bool:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return bool(kinds - {"full_attention"}) or getattr(config, "sliding_window", None) is not None
+
+
+def _listen(base: Any, decoder: Any, mask: torch.Tensor) -> _Heard:
+    heard = _Heard()
+
+    def note(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        segments: Segments | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if segments is not None:
+            heard.segments.add(id(module))
+        if attention_mask is not None and attention_mask.shape == mask.shape:
+            heard.mask.add(id(module))
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+    AttentionInterface.register(PROBE, note)
+    AttentionMaskInterface.register(PROBE, sdpa_mask)
+    before, training = base.config._attn_implementation, base.training
+    segments = Segments.from_lengths(LENGTHS).on(mask.device)
+    ids = torch.ones((1, sum(LENGTHS)), dtype=torch.int64, device=mask.device)
+    base.eval()
+    base.set_attn_implementation(PROBE)
+    try:
+        with torch.no_grad():
+            decoder(
+                input_ids=ids,
+                position_ids=segments.position_ids(),
+                attention_mask=mask,
+                segments=segments,
+                use_cache=False,
+            )
+    finally:
+        base.set_attn_implementation(before)
+        base.train(training)
+    return heard
