@@ -146,16 +146,18 @@ def run(options: PackingBench, say: Say) -> dict[str, Any]:
     shapes = options.shapes or (
         tuple(name for name in SHAPES if name != "tiny") if device.type == "cuda" else ("tiny",)
     )
-    rows: list[dict[str, Any]] = []
-    for shape in shapes:
-        bench = Workbench.of(shape_config(shape, options.layers), device)
-        for case in _cases(options, bench, shape):
-            say(f"{shape}, {case.tokens:,} tokens, {case.choice}, {'recompute' if case.recompute else 'keep'}")
-            rows.append(measure_case(case, options))
-        del bench
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    rows = [row for shape in shapes for row in _measure_shape(options, shape, device, say)]
     return document("packing", device, rows, published=PUBLISHED, rounds=_rounds(options, device))
+
+
+def _measure_shape(options: PackingBench, shape: str, device: torch.device, say: Say) -> list[dict[str, Any]]:
+    """All cases of one shape; its model is gone afterwards."""
+    bench = Workbench.of(shape_config(shape, options.layers), device)
+    rows = []
+    for case in _cases(options, bench, shape):
+        say(f"{shape}, {case.tokens:,} tokens, {case.choice}, {'recompute' if case.recompute else 'keep'}")
+        rows.append(measure_case(case, options))
+    return rows
 
 
 def _cases(options: PackingBench, bench: Workbench, shape: str) -> Iterator[Case]:
@@ -183,6 +185,7 @@ def measure_case(case: Case, options: PackingBench) -> dict[str, Any]:
     finally:
         case.bench.optimizer.zero_grad(set_to_none=True)
         restore(case.bench.model)
+        torch.compiler.reset()  # a process compiles one function for few shapes only, then runs it uncompiled
 
 
 def _measured(case: Case, options: PackingBench) -> dict[str, Any]:
@@ -250,7 +253,7 @@ def layer_arms(case: Case) -> dict[str, Arm]:
 
     def repeated(attend: Callable[..., object], given: Callable[[], dict[str, Any]]) -> Arm:
         def chain() -> None:
-            with torch.no_grad():
+            with torch.no_grad(), case.bench.autocast():
                 arguments = given()
                 for _ in range(case.bench.layers):
                     attend(module, *tensors, mask, **arguments)

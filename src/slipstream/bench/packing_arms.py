@@ -6,7 +6,7 @@ share the model, the optimizer and the checkpoint function; gradient checkpointi
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -64,6 +64,10 @@ class Workbench:
         """Decoder layers, L."""
         return int(self.base.config.num_hidden_layers)
 
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Half precision for what layers compute, as in the trainer."""
+        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, dtype=self.dtype)
+
     def set_recompute(self, recompute: bool) -> None:
         """Whether layers recompute their activations, for every arm alike."""
         restore(self.model)
@@ -113,10 +117,9 @@ class PackedStep:
         self.bench.optimizer.zero_grad(set_to_none=True)
 
     def logits(self) -> torch.Tensor:
-        """[1, T, V], under autocast where layers compute in half precision, as in the trainer."""
+        """[1, T, V]."""
         arguments = {name: value for name, value in self.inputs.items() if name != "labels"}
-        dtype, kind = self.bench.dtype, self.bench.device.type
-        with nullcontext() if dtype == torch.float32 else torch.autocast(kind, dtype=dtype):
+        with self.bench.autocast():
             logits: torch.Tensor = self.bench.model(**arguments, use_cache=False).logits
         return logits
 

@@ -63,7 +63,7 @@ def _counts_line(arms: Mapping[str, Any]) -> str:
 
 def _case_table(row: Mapping[str, Any]) -> Table:
     """Every other arm against ours, part by part."""
-    table = _table("", "against", "part", "gain", "saved", "95% interval", "of it", "predicted", "ratio", "verdict")
+    table = _table("", "against", "part", "gain", "saved", "95% interval", "predicted", "ratio", "verdict")
     for one in row["comparisons"]:
         table.add_row(
             one["against"].removeprefix("wasteful-"),
@@ -71,7 +71,6 @@ def _case_table(row: Mapping[str, Any]) -> Table:
             f"{one['gain']:+.1%}",
             _ms(one["saved_seconds"]),
             f"{_ms(one['saved_low'])} to {_ms(one['saved_high'])}",
-            f"{one['share']:.1%}",
             "" if one["predicted_seconds"] is None else _ms(one["predicted_seconds"]),
             "" if one["ratio"] is None else f"{one['ratio']:.2f}",
             "" if one["holds"] is None else verdict(one),
@@ -101,7 +100,7 @@ def _published_table(published: Mapping[str, Any]) -> Table:
 def verdict(comparison: Mapping[str, Any]) -> str:
     """``holds`` or ``off``, and whether noise hides the saving: an interval around zero contains any small number."""
     word = "holds" if comparison["holds"] else "off"
-    return f"{word}, noisy" if comparison["saved_low"] <= 0 <= comparison["saved_high"] else word
+    return f"{word} (noisy)" if comparison["saved_low"] <= 0 <= comparison["saved_high"] else word
 
 
 def _case(row: Mapping[str, Any]) -> str:
@@ -111,7 +110,9 @@ def _case(row: Mapping[str, Any]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * MILLI:.2f}"
+    """Milliseconds to three digits, never in powers of ten."""
+    value = seconds * MILLI
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -1,0 +1,69 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.bench.statistics import Interval, Verdict, bootstrap_interval, paired_differences
+from slipstream.errors import InputError
+
+SERIES = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=30)
+
+
+@given(SERIES)
+def test_interval_holds_the_median_and_stays_inside_the_data(values: list[float]) -> None:
+    found = bootstrap_interval(values)
+    assert min(values) <= found.low <= found.high <= max(values)
+    assert found.low - 1e-9 <= found.median <= found.high + 1e-9
+
+
+@given(SERIES, st.floats(-100, 100))
+def test_a_shift_shifts_the_interval(values: list[float], shift: float) -> None:
+    before, after = bootstrap_interval(values), bootstrap_interval([value + shift for value in values])
+    assert after.low == pytest.approx(before.low + shift, abs=1e-6)
+    assert after.high == pytest.approx(before.high + shift, abs=1e-6)
+
+
+def test_known_series() -> None:
+    found = bootstrap_interval([float(value) for value in range(1, 102)])
+    assert found.median == 51
+    assert 38 <= found.low < 46
+    assert 56 < found.high <= 64
+
+
+def test_same_seed_same_interval_and_wider_at_a_higher_level() -> None:
+    values = [1.0, 4.0, 2.0, 8.0, 5.0, 7.0, 3.0]
+    assert bootstrap_interval(values) == bootstrap_interval(values)
+    narrow, wide = bootstrap_interval(values, level=0.5), bootstrap_interval(values, level=0.99)
+    assert wide.low < narrow.low <= narrow.high < wide.high
+
+
+def test_one_odd_round_does_not_move_it() -> None:
+    assert bootstrap_interval([1.0] * 19 + [500.0]).high == 1.0
+
+
+def test_one_round_gives_no_interval() -> None:
+    with pytest.raises(InputError, match=r"1 round.*at least 2"):
+        bootstrap_interval([1.0])
+
+
+def test_differences_are_taken_within_a_round() -> None:
+    assert paired_differences([5.0, 9.0], [4.0, 6.0]) == [1.0, 3.0]
+    with pytest.raises(ValueError):
+        paired_differences([1.0], [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("predicted", "holds"),
+    [(10.0, True), (8.0, True), (12.0, True), (11.9, True), (8.01, True), (7.9, False), (12.1, False), (-10.0, False)],
+)
+def test_prediction_within_a_fifth_of_the_middle_holds(predicted: float, holds: bool) -> None:
+    assert Verdict(predicted, Interval(10.1, 9.5, 10.5)).holds is holds
+
+
+def test_prediction_in_a_wide_interval_holds() -> None:
+    assert Verdict(5.0, Interval(10.0, 4.0, 16.0)).holds
+    assert not Verdict(3.9, Interval(10.0, 4.0, 16.0)).holds
+
+
+def test_ratio_is_measured_over_predicted() -> None:
+    assert Verdict(4.0, Interval(3.0, 2.0, 5.0)).ratio == 0.75
+    assert Verdict(0.0, Interval(3.0, 2.0, 5.0)).ratio is None
