@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slipstream.transform import Options, apply
 from slipstream.device.feed import PackedCollator
+from slipstream.transform import Options, apply
 
 SHAPE = {
     "hidden_size": 256,

@@ -9,12 +9,12 @@ from datasets import Dataset
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
-from slipstream.transform import Options, apply
 from slipstream.data.packing import pack_dataset
 from slipstream.device.feed import PackedCollator
 from slipstream.model.lora import AdapterOptions, add_adapter
 from slipstream.train.records import StepLog, read_records
 from slipstream.train.trainer import Trainer
+from slipstream.transform import Options, apply
 
 TOKENS = 512
 SYNCHRONISING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
