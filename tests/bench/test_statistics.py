@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.bench.statistics import Interval, Verdict, bootstrap_interval, paired_differences
@@ -8,6 +8,7 @@ from slipstream.errors import InputError
 SERIES = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=30)
 
 
+@settings(deadline=None)
 @given(SERIES)
 def test_interval_holds_the_median_and_stays_inside_the_data(values: list[float]) -> None:
     found = bootstrap_interval(values)
@@ -15,6 +16,7 @@ def test_interval_holds_the_median_and_stays_inside_the_data(values: list[float]
     assert found.low - 1e-9 <= found.median <= found.high + 1e-9
 
 
+@settings(deadline=None)
 @given(SERIES, st.floats(-100, 100))
 def test_a_shift_shifts_the_interval(values: list[float], shift: float) -> None:
     before, after = bootstrap_interval(values), bootstrap_interval([value + shift for value in values])

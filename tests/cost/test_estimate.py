@@ -8,7 +8,14 @@ import torch
 
 from packed import documents, logits_of, model_of, row_of, with_adapter
 from slipstream import apply
-from slipstream.cost.estimate import LOSS_CHUNK, kept_activation_bytes, loss_bytes
+from slipstream.cost.estimate import (
+    LOSS_CHUNK,
+    dense_mask_bytes,
+    kept_activation_bytes,
+    loss_bytes,
+    packing_saved_forward,
+    packing_saved_seconds,
+)
 
 
 def config(**changes: Any) -> Any:
@@ -75,3 +82,16 @@ def test_beside_what_autograd_keeps() -> None:
     layers = bytes_of(3) - bytes_of(1)
     predicted = kept_activation_bytes(model_of("llama", num_hidden_layers=2, **sizes).config, 256)
     assert layers / 2 / 1.5 < predicted < layers * 1.5
+
+
+def test_packing_saves_all_builds_but_one() -> None:
+    assert packing_saved_seconds(16, 0.0137, recompute=False) == pytest.approx(0.206, rel=0.005)  # the published two
+    assert packing_saved_seconds(28, 0.0137, recompute=False) == pytest.approx(0.370, rel=0.005)
+    assert packing_saved_seconds(28, 0.01, recompute=True) == pytest.approx(55 * 0.01)
+    assert packing_saved_forward(28, 0.01) == pytest.approx(27 * 0.01)
+    assert packing_saved_seconds(1, 0.01, recompute=False) == 0
+
+
+def test_bytes_of_dense_masks() -> None:
+    assert dense_mask_bytes(2048, 2) == 2048 * 2048 * 4
+    assert dense_mask_bytes(2048, 2, kept=16) == 2048 * 2048 * 34

@@ -24,8 +24,8 @@ from slipstream.versions import SLIPSTREAM, library_versions
 PATH_OPTIONS = ("--out", "--csv")
 
 
-def document(benchmark: str, device: torch.device, rows: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-    """The result document of a benchmark, ready for JSON."""
+def document(benchmark: str, device: torch.device, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """The result document of a benchmark, ready for JSON; ``rows`` may still grow."""
     return {
         "benchmark": benchmark,
         "device": describe(device).name,
@@ -35,7 +35,7 @@ def document(benchmark: str, device: torch.device, rows: Sequence[Mapping[str, A
         "commit": commit(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **more,
-        "rows": list(rows),
+        "rows": rows,
     }
 
 

@@ -48,6 +48,7 @@ from slipstream.transform import Options, apply, restore
 
 Part = Literal["layer", "step", "all"]
 Say = Callable[[str], None]
+Save = Callable[[dict[str, Any]], None]
 GIB = 2**30
 PUBLISHED: Mapping[str, Any] = {
     "source": "an engineering post of May 2026 by Unsloth with NVIDIA; Blackwell, 2,048 tokens in all",
@@ -71,6 +72,10 @@ PUBLISHED: Mapping[str, Any] = {
         {"model": "Qwen3-14B QLoRA", "gain": {FORWARD: 0.433, BACKWARD: 0.058, WHOLE: 0.143}},
     ],
 }
+
+
+def _nowhere(result: dict[str, Any]) -> None:
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +142,8 @@ class Case:
         }
 
 
-def run(options: PackingBench, say: Say) -> dict[str, Any]:
-    """Measure, and give the result document; ``say`` is told of progress.
+def run(options: PackingBench, say: Say, save: Save = _nowhere) -> dict[str, Any]:
+    """Measure, and give the result document; ``say`` is told of progress, ``save`` gets the document after each case.
 
     Raises ``ResultsDifferError`` when two arms don't compute the same.
     """
@@ -146,18 +151,21 @@ def run(options: PackingBench, say: Say) -> dict[str, Any]:
     shapes = options.shapes or (
         tuple(name for name in SHAPES if name != "tiny") if device.type == "cuda" else ("tiny",)
     )
-    rows = [row for shape in shapes for row in _measure_shape(options, shape, device, say)]
-    return document("packing", device, rows, published=PUBLISHED, rounds=_rounds(options, device))
+    rows: list[dict[str, Any]] = []
+    result = document("packing", device, rows, published=PUBLISHED, rounds=_rounds(options, device))
+    for shape in shapes:
+        for row in _measure_shape(options, shape, device, say):
+            rows.append(row)
+            save(result)
+    return result
 
 
-def _measure_shape(options: PackingBench, shape: str, device: torch.device, say: Say) -> list[dict[str, Any]]:
+def _measure_shape(options: PackingBench, shape: str, device: torch.device, say: Say) -> Iterator[dict[str, Any]]:
     """All cases of one shape; its model is gone afterwards."""
     bench = Workbench.of(shape_config(shape, options.layers), device)
-    rows = []
     for case in _cases(options, bench, shape):
         say(f"{shape}, {case.tokens:,} tokens, {case.choice}, {'recompute' if case.recompute else 'keep'}")
-        rows.append(measure_case(case, options))
-    return rows
+        yield measure_case(case, options)
 
 
 def _cases(options: PackingBench, bench: Workbench, shape: str) -> Iterator[Case]:

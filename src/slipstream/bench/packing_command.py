@@ -4,6 +4,7 @@ Everything that can be wrong with the words or the files is told before anything
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -53,13 +54,17 @@ def run(
     for path in (out, csv):
         if path is not None:
             check_writable(path)
-    result = packing.run(asked, console.print)
+    result = packing.run(asked, console.print, partial(_write, out))
     packing_table.show(result, console)
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if csv is not None:
         append_csv(csv, packing.csv_rows(result))
     return result, packing_table.summary(result)
+
+
+def _write(path: Path | None, result: dict[str, Any]) -> None:
+    """Written after each case, so that a run cut short has not measured for nothing."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _words(text: str | None) -> tuple[str, ...] | None:
