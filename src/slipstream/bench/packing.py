@@ -29,27 +29,19 @@ from slipstream.bench.packing_arms import (
     packed_steps,
     prove_equal,
 )
+from slipstream.bench.packing_fit import default_tokens, refuse_what_does_not_fit
 from slipstream.bench.shapes import SHAPES, random_documents, shape_config
 from slipstream.bench.statistics import Verdict, bootstrap_interval, paired_differences
 from slipstream.bench.wasteful import Kind, PackedRow, attention_function, choices, kinds, rebuild, wasteful_attention
-from slipstream.cost.estimate import (
-    dense_mask_bytes,
-    kept_activation_bytes,
-    loss_bytes,
-    packing_saved_forward,
-    packing_saved_seconds,
-)
-from slipstream.cost.hardware import describe, host_memory_limit
-from slipstream.device.segments import LARGEST_MASK_BYTES, Segments
+from slipstream.cost.estimate import packing_saved_forward, packing_saved_seconds
+from slipstream.device.segments import Segments
 from slipstream.errors import InputError
-from slipstream.memory.policy import MARGIN, free_bytes
 from slipstream.model.attention import mask_placeholder
 from slipstream.transform import Options, apply, restore
 
 Part = Literal["layer", "step", "all"]
 Say = Callable[[str], None]
 Save = Callable[[dict[str, Any]], None]
-GIB = 2**30
 PUBLISHED: Mapping[str, Any] = {
     "source": "an engineering post of May 2026 by Unsloth with NVIDIA; Blackwell, 2,048 tokens in all",
     "metadata_seconds": 0.0002,
@@ -182,7 +174,7 @@ def _rounds(options: PackingBench, device: torch.device) -> int:
 def measure_case(case: Case, options: PackingBench) -> dict[str, Any]:
     """One row of the results."""
     try:
-        refuse_what_does_not_fit(case)
+        refuse_what_does_not_fit(case.bench, case.tokens, case.choice, case.recompute)
         case.bench.set_recompute(case.recompute)
         apply(case.bench.model, Options(attention=case.choice))  # type: ignore[arg-type]
         return _measured(case, options)
@@ -348,55 +340,6 @@ def csv_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         for row in result["rows"]
         for comparison in row.get("comparisons", ())
     ]
-
-
-# What fits
-
-
-def refuse_what_does_not_fit(case: Case) -> None:
-    """Raise ``InputError`` where the dense masks of this case, and what else a step keeps, exceed the free memory."""
-    needed = needed_bytes(case.bench, case.tokens, case.choice, case.recompute)
-    free = bench_free_bytes(case.bench.device)
-    single = dense_mask_bytes(case.tokens, case.bench.dtype.itemsize)
-    if needed > free or (case.choice == "sdpa" and single > LARGEST_MASK_BYTES):
-        raise InputError(
-            f"{case.tokens:,} tokens: one dense mask takes {single:,} bytes and the step's tensors {needed:,} bytes in "
-            f"all ({needed / GIB:.1f} GiB), {free:,} bytes ({free / GIB:.1f} GiB) are free and a mask may take "
-            f"{LARGEST_MASK_BYTES:,}; lower --tokens"
-        )
-
-
-def needed_bytes(bench: Workbench, tokens: int, choice: str, recompute: bool) -> int:
-    """Bytes that the most wasteful arm takes: activations, loss and dense masks.
-
-    A rebuilt mask is kept by its layer for the backward, so without recompute there are L of them. Stock transformers
-    makes a mask of booleans, whatever the choice; the kernel makes it additive in every layer.
-    """
-    config, itemsize = bench.base.config, bench.dtype.itemsize
-    kept = kept_activation_bytes(config, tokens) * itemsize // 2
-    inputs = config.hidden_size * tokens * itemsize * bench.layers
-    kept = inputs + kept // bench.layers if recompute else kept
-    copies = bench.layers if choice == "sdpa" and not recompute else 1
-    return kept + loss_bytes(config, tokens) * itemsize // 2 + dense_mask_bytes(tokens, itemsize, copies)
-
-
-def bench_free_bytes(device: torch.device) -> int:
-    """Bytes free for a step on this device."""
-    return free_bytes(describe(device)) if device.type == "cuda" else host_memory_limit()
-
-
-def default_tokens(bench: Workbench) -> tuple[int, ...]:
-    """On a card 2,048 and the largest power of two whose dense masks fit with a margin; without a card a short row."""
-    if bench.device.type != "cuda":
-        return (256,)
-    largest = 2048
-    while (
-        needed_bytes(bench, 2 * largest, "sdpa", False) <= MARGIN * bench_free_bytes(bench.device)
-        and dense_mask_bytes(2 * largest, bench.dtype.itemsize) <= LARGEST_MASK_BYTES
-        and 2 * largest <= bench.base.config.max_position_embeddings
-    ):
-        largest *= 2
-    return (2048,) if largest == 2048 else (2048, largest)
 
 
 def _median(values: Sequence[float]) -> float:
