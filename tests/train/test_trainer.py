@@ -132,6 +132,7 @@ def test_evaluation_is_in_no_step(tmp_path: Path) -> None:
         kept = Kept(trainer)
         if named:
             trainer.evaluate()
+            trainer.compute_loss(trainer.model.eval(), row_of(documents()))  # as prediction does
         trainer.train()
         return kept.records
 
