@@ -102,8 +102,12 @@ def test_packed_equals_alone_and_is_isolated(family: str, choice: str) -> None:
     with torch.no_grad():
         together, segments = packed(model, documents, TOKENS)
         alone = torch.cat([reference(torch.tensor([ids], device="cuda")).logits[0] for ids in documents])
-        relative = (together.float() - alone).norm() / alone.norm()
-        assert relative < 0.05, f"{relative:.3f}"
+        rounded = model_of(family, torch.bfloat16).eval()
+        rounding = torch.cat([rounded(torch.tensor([ids], device="cuda")).logits[0] for ids in documents])
+    # as far from float32 as the plain model in bf16 is, document by document
+    error, allowed = ((x.float() - alone).norm() / alone.norm() for x in (together, rounding))
+    assert error < 1.5 * allowed + 0.002, f"{error:.4f} against {allowed:.4f}"
+    with torch.no_grad():
         documents[2] = [(token + 7) % 990 + 3 for token in documents[2]]
         changed, _ = packed(model, documents, TOKENS)
     moved = (together != changed).any(dim=-1)

@@ -18,6 +18,7 @@ from slipstream.device.segments import Segments
 from slipstream.model.attention.call import Call, Needs
 
 SMALLEST_HEAD = 16
+RECOMPILE_LIMIT = 64
 
 
 def obstacle(needs: Needs, device: Device, dtype: torch.dtype) -> str | None:
@@ -103,6 +104,14 @@ def soft_cap(cap: float) -> Callable[..., torch.Tensor]:
 
 @cache
 def _compiled() -> Callable[..., Any]:
+    """FlexAttention, compiled: once for each combination of window, cap, sinks and gradient mode that comes by.
+
+    Past PyTorch's default of 8 combinations it would go on uncompiled, with every score in memory, and only warn; so
+    the limit is raised for these calls, and passing it is an error.
+    """
+    from torch._dynamo import config
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    limits = config.patch(recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True)
+    compiled: Callable[..., Any] = limits(torch.compile(flex_attention, dynamic=False))
+    return compiled

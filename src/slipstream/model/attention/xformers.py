@@ -3,7 +3,7 @@
 For cards older than PyTorch's variable-length kernel asks for, where xFormers is installed (extra ``xformers``).
 """
 
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,6 +25,8 @@ def obstacle(needs: Needs, device: Device, dtype: torch.dtype) -> str | None:
         return f"its kernels need a CUDA device, the model is on {device.kind}"
     if find_spec("xformers") is None:
         return "xFormers is not installed (pip install 'slipstream[xformers]')"
+    if not _has_kernels():
+        return "the installed xFormers has no CUDA kernels for this PyTorch (python -m xformers.info says more)"
     if device.compute_capability is None or device.compute_capability < OLDEST:
         return f"its kernels need compute capability 7.0 or newer, {device.name} has {device.compute_capability}"
     if dtype not in HALF:
@@ -34,6 +36,14 @@ def obstacle(needs: Needs, device: Device, dtype: torch.dtype) -> str | None:
     if needs.head_width != needs.value_width or needs.head_width > LARGEST_HEAD or needs.head_width % 8:
         return f"its kernels take heads as wide as values, multiples of 8 up to {LARGEST_HEAD}, not {needs.head_width}"
     return None
+
+
+@cache
+def _has_kernels() -> bool:
+    """Whether xFormers' compiled part loads: a wheel for another CUDA imports without an error, and has no kernels."""
+    from xformers import _cpp_lib
+
+    return bool(getattr(_cpp_lib, "_built_with_cuda", False))
 
 
 def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, call: Call) -> torch.Tensor:
