@@ -126,7 +126,7 @@ def test_report() -> None:
         fill=15 / 24,
         fill_without_last=13 / 16,
         padding_tokens=9,
-        padded_tokens=4 + 3 + 5 + 1 + 2,  # batches of one document: the longest fits once only
+        padded_tokens=2 * 4 + 2 * 5 + 2,  # a row holds 5 / 3 documents on average: batches of two
     )
     assert PackingReport.of([4, 3, 1, 2, 2], [[0, 1, 2], [3, 4]], 8).padded_tokens == 8 + 4 + 2
     assert PackingReport.of([], [], 8).fill == 1.0

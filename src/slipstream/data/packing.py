@@ -70,8 +70,8 @@ class PackingReport:
     padding_tokens: int
     """What the rows leave empty."""
     padded_tokens: int
-    """What padding would have computed: documents in data order, in batches of ``max(1, capacity // longest)``
-    documents (the most that always fit into ``capacity``), each padded to the longest of its batch."""
+    """What padding would have computed: documents in data order, in batches of as many documents as a packed row holds
+    on average (so that a step learns from as many), each padded to the longest of its batch."""
 
     @classmethod
     def of(
@@ -91,7 +91,7 @@ class PackingReport:
             fill=tokens / room if rows else 1.0,
             fill_without_last=fullest / (room - capacity) if len(rows) > 1 else 1.0,
             padding_tokens=room - tokens,
-            padded_tokens=_padded_tokens(sizes, capacity),
+            padded_tokens=_padded_tokens(sizes, len(rows)),
         )
 
 
@@ -255,10 +255,10 @@ def _rows_of(row_of: Ints, rows: int, first: int) -> list[list[int]]:
     return [by_row[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _padded_tokens(sizes: Ints, capacity: int) -> int:
+def _padded_tokens(sizes: Ints, rows: int) -> int:
     if not len(sizes):
         return 0
-    batch = max(1, capacity // int(sizes.max()))
+    batch = max(1, round(len(sizes) / rows))
     starts = np.arange(0, len(sizes), batch)
     counts = np.diff(np.append(starts, len(sizes)))
     return int((np.maximum.reduceat(sizes, starts) * counts).sum())
