@@ -121,7 +121,9 @@ def packing_decision(model: nn.Module) -> Decision:
     """Whether this model can be trained packed: not with layers that carry state across documents, nor where
     boundaries don't reach every attention module.
     """
-    return _packing(base_model(model))[0]
+    base = base_model(model)
+    applied: Applied | None = getattr(base, ATTRIBUTE, None)
+    return _packing(base)[0] if applied is None else applied.forward.packing
 
 
 def _packing(base: Any) -> tuple[Decision, Carrier | None]:

@@ -9,6 +9,7 @@ from packed import (
     FAMILIES,
     LENGTHS,
     TOKENS,
+    WINDOW,
     assert_close_gradients,
     documents,
     gradients,
@@ -23,6 +24,15 @@ from slipstream import Options, apply
 from slipstream.train.loss import learned_tokens, summed_cross_entropy
 
 RELATIVE = 1e-5
+WAYS = [
+    (activations, adapter)
+    for activations in ("keep", "recompute")
+    for adapter in ("none", "before apply", "after apply")
+]
+EVERY_WAY = ("llama", "gemma2")
+CASES = [(f, *way) for f in FAMILIES for way in (WAYS if f in EVERY_WAY else [WAYS[0], WAYS[4]])]
+SHAPED = ("llama", "qwen2", "gemma2", "phi3", "smollm3", "gpt_oss", "stablelm")
+"""A family for each way of attending: full, windows, both with a cap or sinks, no positions, by mask."""
 
 
 def applied(family: str, options: Options, adapter: str, **overrides: Any) -> Any:
@@ -57,14 +67,13 @@ def assert_same_learning(ours: Any, theirs: Any, lengths: tuple[int, ...], token
         assert_close_gradients(gradients(ours), gradients(theirs), RELATIVE)
 
 
-@pytest.mark.parametrize("adapter", ["none", "before apply", "after apply"])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "activations", "adapter"), CASES)
 def test_a_packed_row_equals_its_documents(family: str, activations: Any, adapter: str) -> None:
+    """LlamaFactory#7318: logits, loss and gradients of a packed row are those of its documents one by one."""
     options = Options(activations=activations)
     assert sum(LENGTHS) < TOKENS
     assert 1 in LENGTHS
-    assert max(LENGTHS) > 4  # longer than the windows
+    assert max(LENGTHS) > WINDOW
     assert_same_learning(applied(family, options, adapter), plain(family, adapter), LENGTHS, TOKENS)
 
 
@@ -73,7 +82,7 @@ def test_a_packed_row_equals_its_documents(family: str, activations: Any, adapte
     [((48,), 48), ((40,), 48), ((20, 20, 8), 48), ((1,) * 48, 48), ((1,), 48), ((1,), 1), ((47, 1), 48), ((2, 45), 48)],
     ids=["one, full", "one", "full", "ones", "one token", "one token, full", "one at the end", "one of padding"],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SHAPED)
 def test_every_shape_of_row(family: str, lengths: tuple[int, ...], tokens: int) -> None:
     assert_same_learning(applied(family, Options(), "none"), plain(family, "none"), lengths, tokens)
 
@@ -84,13 +93,15 @@ def test_every_width_of_window(window: int) -> None:
     assert_same_learning(ours, plain("mistral", "none", sliding_window=window), LENGTHS, TOKENS)
 
 
-def test_thousands_of_one_token_documents() -> None:
-    model = apply(model_of("llama"))
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "stablelm"])
+def test_thousands_of_one_token_documents(family: str) -> None:
+    """unsloth#8957: 4,096 documents of one token in a row."""
+    model = apply(model_of(family)).eval()
     examples = [{"input_ids": [3 + index % 300]} for index in range(4096)]
     with torch.no_grad():
         logits = logits_of(model, row_of(examples, 4096))[0]
         ids = torch.tensor([example["input_ids"] for example in examples])
-        expected = model_of("llama")(input_ids=ids[:300]).logits[:, 0]
+        expected = model_of(family).eval()(input_ids=ids[:300]).logits[:, 0]
     expected = expected[torch.arange(4096) % 300]
     assert (logits - expected).norm() <= RELATIVE * expected.norm()
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from packed import FAMILIES, documents, logits_of, model_of, row_of, with_adapter
+from packed import FAMILIES, documents, logits_of, model_of, row_of, scaled, with_adapter
 from slipstream import Options, apply, restore
 from slipstream.train.loss import summed_cross_entropy
 
@@ -43,7 +43,13 @@ def state_of(model: Any) -> dict[str, Any]:
             for name, m in modules.items()
         },
         "training": {name: m.training for name, m in modules.items()},
+        "forwards": {name: getattr(m.forward, "__func__", m.forward) for name, m in modules.items()},
     }
+
+
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    """Copies of all parameters and buffers, also of those that are not saved (rotary frequencies)."""
+    return {name: value.detach().clone() for name, value in [*model.named_parameters(), *model.named_buffers()]}
 
 
 @pytest.mark.parametrize("given", ["sdpa", "eager"])
@@ -56,16 +62,37 @@ def test_restore_leaves_nothing_behind(family: str, activations: Any, checkpoint
     if checkpointing:
         model.gradient_checkpointing_enable()
     model.eval()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    tensors = tensors_of(model)
     before, logits = state_of(model), unpacked(model)
     apply(model, Options(activations=activations))
     assert state_of(model) != before
     logits_of(model, row_of(documents()))
     assert restore(model) is model
     assert state_of(model) == before
-    assert model.state_dict().keys() == weights.keys()
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert_same_tensors(tensors_of(model), tensors)
     assert torch.equal(unpacked(model), logits)
+
+
+def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert any("inv_freq" in name for name in expected)
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.parametrize(
+    ("family", "scaling"), [(f, None) for f in FAMILIES] + [("llama", "longrope"), ("llama", "dynamic")]
+)
+def test_restore_after_a_step_of_each_family(family: str, scaling: str | None) -> None:
+    """Also where rotary positions follow documents, and the packed forward has changed their frequencies."""
+    model = model_of(family, **(scaled(scaling) if scaling else {}))
+    tensors, before = tensors_of(model), state_of(model)
+    apply(model, Options(activations="recompute"))
+    row = row_of(documents())
+    summed_cross_entropy(logits_of(model, row), row["labels"]).backward()
+    assert state_of(model) != before
+    restore(model)
+    assert state_of(model) == before
+    assert_same_tensors(tensors_of(model), tensors)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from slipstream.device.segments import Segments
+from slipstream.model.rotary import by_document, by_row
 
 Carrier = Literal["segments", "mask"]
 PROBE = "slipstream_probe"
@@ -83,9 +84,10 @@ def _listen(base: Any, decoder: Any, mask: torch.Tensor) -> _Heard:
 
     AttentionInterface.register(PROBE, note)
     AttentionMaskInterface.register(PROBE, sdpa_mask)
-    before, training = base.config._attn_implementation, base.training
+    before, training = base.config._attn_implementation, {module: module.training for module in base.modules()}
     segments = Segments.from_lengths(LENGTHS).on(mask.device)
     ids = torch.ones((1, sum(LENGTHS)), dtype=torch.int64, device=mask.device)
+    rotary = by_document(decoder, lambda: segments)  # the model's own would remember the probe's length
     base.eval()
     base.set_attn_implementation(PROBE)
     try:
@@ -99,5 +101,7 @@ def _listen(base: Any, decoder: Any, mask: torch.Tensor) -> _Heard:
             )
     finally:
         base.set_attn_implementation(before)
-        base.train(training)
+        by_row(rotary)
+        for module, mode in training.items():
+            module.training = mode
     return heard
