@@ -39,6 +39,7 @@ def find_carrier(base: Any) -> tuple[Carrier | None, str]:
     parameter = next(decoder.parameters())
     if parameter.is_meta:
         return "segments", "not tried: the weights are not loaded"
+    # all ones: none that a model makes by itself looks like that
     mask = torch.ones((1, 1, sum(LENGTHS), sum(LENGTHS)), dtype=torch.bool, device=parameter.device)
     try:
         heard = _listen(base, decoder, mask)
@@ -78,7 +79,7 @@ def _listen(base: Any, decoder: Any, mask: torch.Tensor) -> _Heard:
     ) -> tuple[torch.Tensor, None]:
         if segments is not None:
             heard.segments.add(id(module))
-        if attention_mask is not None and attention_mask.shape == mask.shape:
+        if attention_mask is not None and attention_mask.dtype == mask.dtype and torch.equal(attention_mask, mask):
             heard.mask.add(id(module))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 

@@ -8,6 +8,7 @@ from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_eager
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_eager
 
+from attending import by_definition, drawn
 from slipstream import Segments
 from slipstream.model.attention.call import Call
 from slipstream.model.attention.sdpa import kernel
@@ -16,44 +17,13 @@ LENGTHS, TOTAL = (5, 1, 6), 14
 """The row has two tokens of padding, a segment of their own."""
 
 
-def drawn(heads: int, groups: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(1, n, TOTAL, 8, dtype=dtype, requires_grad=True) for n in (heads, groups, groups)]
-
-
-def by_definition(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, lengths: tuple[int, ...]
-) -> torch.Tensor:
-    """[1, T, H, D], query by query."""
-    heads, width = q.shape[1], q.shape[-1]
-    rows: list[torch.Tensor] = []
-    for length in lengths:
-        start = len(rows)
-        for i in range(start, start + length):
-            first = start if call.window is None else max(start, i - call.window + 1)
-            rows.append(torch.stack([_one(q, k, v, call, i, first, head) for head in range(heads)]))
-    assert len(rows) == TOTAL
-    assert rows[0].shape == (heads, width)
-    return torch.stack(rows)[None]
-
-
-def _one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, i: int, first: int, head: int) -> torch.Tensor:
-    group = head // (q.shape[1] // k.shape[1])
-    scores = k[0, group, first : i + 1] @ q[0, head, i] * (q.shape[-1] ** -0.5 if call.scale is None else call.scale)
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    weights = scores.exp()
-    taken = weights.sum() + (0 if call.sinks is None else call.sinks[head].exp())
-    return (weights[:, None] * v[0, group, first : i + 1]).sum(0) / taken
-
-
 @pytest.mark.parametrize("extra", ["none", "softcap", "sinks", "both"])
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)])
 def test_by_its_definition(heads: int, groups: int, window: int | None, scale: float | None, extra: str) -> None:
     segments = Segments.from_lengths(LENGTHS, total=TOTAL)
-    q, k, v = drawn(heads, groups)
+    q, k, v = drawn(heads, groups, TOTAL)
     sinks = torch.linspace(-1, 1, heads, dtype=torch.float64, requires_grad=True)
     call = Call(
         scale=scale,
@@ -85,7 +55,7 @@ def eager_module(groups: int, sinks: torch.Tensor) -> Any:
 def test_caps_and_sinks_as_transformers_eager(window: int | None, dtype: torch.dtype) -> None:
     """In bfloat16 too, within its rounding: the order of scale, cap, mask and softmax is the same."""
     segments = Segments.from_lengths(LENGTHS, total=TOTAL)
-    q, k, v = (x.detach() for x in drawn(4, 2, dtype))
+    q, k, v = (x.detach() for x in drawn(4, 2, TOTAL, dtype=dtype))
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=dtype)
     module, mask = eager_module(2, sinks), segments.mask(dtype, window)
     capped, _ = gemma2_eager(module, q, k, v, mask, scaling=0.3, softcap=0.7)
@@ -104,7 +74,7 @@ def test_caps_and_sinks_as_transformers_eager(window: int | None, dtype: torch.d
 @pytest.mark.parametrize("extra", [{}, {"softcap": 0.7}])
 def test_dropout_drops(extra: dict[str, float]) -> None:
     segments = Segments.from_lengths(LENGTHS, total=TOTAL)
-    q, k, v = (x.detach() for x in drawn(2, 2))
+    q, k, v = (x.detach() for x in drawn(2, 2, TOTAL))
     torch.manual_seed(3)
     draws = [kernel(q, k, torch.ones_like(v), segments, Call(dropout=0.5, **extra)) for _ in range(400)]
     assert not torch.allclose(draws[0], draws[1])
