@@ -105,7 +105,7 @@ def test_the_modules_that_attend_are_named() -> None:
 @pytest.mark.parametrize("settings", [{}, scaled("dynamic"), scaled("longrope")], ids=["plain", "dynamic", "longrope"])
 @pytest.mark.parametrize("training", [True, False])
 def test_the_probe_leaves_no_trace(training: bool, settings: dict[str, Any]) -> None:
-    """Not in configuration, training flags of single modules, buffers, random state, or what rotary positions recall."""
+    """Not in configuration, training flags, buffers, random state, or what rotary positions recall."""
     model = model_of("llama", attention_dropout=0.5, **settings).train(training)
     model.model.layers[1].eval()  # as for a frozen part
     with torch.no_grad():

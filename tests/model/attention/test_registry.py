@@ -1,4 +1,4 @@
-"""From a model's attention call to a kernel's: what is handed on, what is refused, and whose calls stay as they were."""
+"""From a model's attention call to a kernel's: what is handed on, what is refused, what stays as it was."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -55,7 +56,7 @@ class Package:
         self.calls.append({"bias": attn_bias, "p": p, "k": k, "v": v})
         ends = attn_bias.q_seqinfo.seqstart_py
         flat = [x.flatten(2, 3) if x.dim() == 5 else x for x in (q, k, v)]
-        lengths = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+        lengths = [after - before for before, after in pairwise(ends)]
         out = by_definition(*(x.transpose(1, 2) for x in flat), Call(scale=scale, window=attn_bias.window), lengths)
         return out.reshape(q.shape)
 
