@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 
 from slipstream import InputError
-from slipstream.train.checkpoint import NEEDED, checkpoint_step, is_whole, last_checkpoint
+from slipstream.train.checkpoint import NEEDED, WEIGHTS, checkpoint_step, is_whole, last_checkpoint
 
 
-def save(folder: Path, name: str, files: tuple[str, ...] = NEEDED) -> Path:
+WHOLE = (*NEEDED, WEIGHTS[0])
+
+
+def save(folder: Path, name: str, files: tuple[str, ...] = WHOLE) -> Path:
     (folder / name).mkdir(parents=True)
     for file in files:
         (folder / name / file).write_text("{}")
@@ -21,10 +24,15 @@ def test_the_newest_by_number(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-100"
 
 
-@pytest.mark.parametrize("missing", NEEDED)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_any_kind_of_weights(tmp_path: Path, weights: str) -> None:
+    assert is_whole(save(tmp_path, "checkpoint-5", (*NEEDED, weights)))
+
+
+@pytest.mark.parametrize("missing", WHOLE)
 def test_one_that_was_cut_off_is_passed_over(tmp_path: Path, missing: str) -> None:
     whole = save(tmp_path, "checkpoint-5")
-    cut = save(tmp_path, "checkpoint-10", tuple(name for name in NEEDED if name != missing))
+    cut = save(tmp_path, "checkpoint-10", tuple(name for name in WHOLE if name != missing))
     assert is_whole(whole)
     assert not is_whole(cut)
     assert last_checkpoint(tmp_path) == whole

@@ -6,8 +6,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from slipstream.errors import InputError
 
-NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
-"""Files without which training can't go on exactly."""
+NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+"""Files without which training can't go on exactly, besides the weights."""
+WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
+"""One of these is there, whatever is trained."""
 
 
 def last_checkpoint(folder: Path) -> Path:
@@ -32,4 +34,5 @@ def checkpoint_step(folder: Path) -> int:
 
 def is_whole(folder: Path) -> bool:
     """Whether a checkpoint has all the files that resuming reads."""
-    return checkpoint_step(folder) >= 0 and all((folder / name).is_file() for name in NEEDED)
+    has = {name for name in (*NEEDED, *WEIGHTS) if (folder / name).is_file()}
+    return checkpoint_step(folder) >= 0 and has.issuperset(NEEDED) and not has.isdisjoint(WEIGHTS)

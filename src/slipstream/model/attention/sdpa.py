@@ -34,13 +34,14 @@ def _materialised(
 ) -> torch.Tensor:
     """The same over explicit scores [1, H, T, T], in the order of transformers' eager: scale, cap, mask, softmax."""
     scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
-    scores = query @ key.transpose(-1, -2) * scale
+    wide = torch.promote_types(query.dtype, torch.float32)  # the sinks' gradient is a sum over all tokens
+    scores = (query @ key.transpose(-1, -2)).to(wide) * scale
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     scores = scores + mask
     if call.sinks is not None:
-        sinks = call.sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1)
+        sinks = call.sinks.to(wide).reshape(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1)
         scores = torch.cat([scores, sinks], dim=-1)
-    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = F.softmax(scores, dim=-1).to(query.dtype)
     weights = F.dropout(weights, call.dropout)[..., : key.shape[2]]
     return (weights @ value).transpose(1, 2).contiguous()

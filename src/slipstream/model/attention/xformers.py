@@ -47,20 +47,15 @@ def _has_kernels() -> bool:
 
 
 def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, call: Call) -> torch.Tensor:
-    """See ``call.Kernel``; grouped heads are views, not copies."""
+    """See ``call.Kernel``."""
     from xformers.ops import memory_efficient_attention
 
     bias = segments.derive("xformers", partial(_build, segments, call.window), window=call.window)
-    heads, groups = query.shape[1], key.shape[1]
-    q_BTHD, k_BTGD, v_BTGD = (x.transpose(1, 2) for x in (query, key, value))
-    if heads == groups:
-        out = memory_efficient_attention(q_BTHD, k_BTGD, v_BTGD, attn_bias=bias, p=call.dropout, scale=call.scale)
-    else:
-        each = heads // groups
-        q_BTGED = q_BTHD.reshape(*q_BTHD.shape[:2], groups, each, -1)
-        k_BTGED, v_BTGED = (x.unsqueeze(3).expand(-1, -1, -1, each, -1) for x in (k_BTGD, v_BTGD))
-        out = memory_efficient_attention(q_BTGED, k_BTGED, v_BTGED, attn_bias=bias, p=call.dropout, scale=call.scale)
-        out = out.flatten(2, 3)
+    each = query.shape[1] // key.shape[1]
+    if each > 1:  # its kernels have no backward for grouped heads as views
+        key, value = (x.repeat_interleave(each, dim=1) for x in (key, value))
+    q_BTHD, k_BTHD, v_BTHD = (x.transpose(1, 2) for x in (query, key, value))
+    out = memory_efficient_attention(q_BTHD, k_BTHD, v_BTHD, attn_bias=bias, p=call.dropout, scale=call.scale)
     assert isinstance(out, torch.Tensor)
     return out
 
