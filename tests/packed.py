@@ -27,7 +27,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3": {},
     "mistral": {"sliding_window": WINDOW},
-    "gemma2": {**ALTERNATING, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1},
+    "gemma2": {
+        **ALTERNATING,
+        "attn_logit_softcapping": 0.5,
+        "query_pre_attn_scalar": 1,
+        "attn_implementation": "eager",  # older transformers take sdpa for it, and compute without the cap
+    },
     "gemma3_text": ALTERNATING,
     "phi3": {"sliding_window": WINDOW},
     "granite": {"attention_multiplier": 0.5, "residual_multiplier": 0.5, "logits_scaling": 2.0},

@@ -162,6 +162,7 @@ def test_packed_rows_without_labels(tmp_path: Path) -> None:
 
 
 def test_the_learned_mask_survives_packing(tmp_path: Path) -> None:
+    """trl#3728: learning the assistant's tokens alone is not lost with packing."""
     labels = [[1, -100, 3], [4], [-100, 6], [7, -100, -100, 10], [11, -100]]
     packed = pack_dataset(made(IDS, labels=labels), 6, cache_dir=tmp_path)
     assert sum(len(row["seq_lengths"]) > 1 for row in packed) == 2, "rows hold boundaries"

@@ -83,6 +83,7 @@ def closes(account: Account, tokens: int) -> bool:
 
 
 def test_overlong_is_an_error(tmp_path: Path, tokenizer: Any) -> None:
+    """trl#5075, trl#4554: packing cuts nothing off that was not asked for."""
     path = write(tmp_path, texts(3, 5000, 11, 10, *[12] * 6))
     with pytest.raises(InputError) as raised:
         made(path, tokenizer)
@@ -95,6 +96,7 @@ def test_overlong_is_an_error(tmp_path: Path, tokenizer: Any) -> None:
 
 
 def test_overlong_truncate(tmp_path: Path, tokenizer: Any) -> None:
+    """trl#5075, trl#4554: what is cut is counted and told."""
     result = made(write(tmp_path, texts(3, 25, 10)), tokenizer, overlong="truncate")
     assert result.lengths.tolist() == [3, 10, 10]
     assert (result.account.rows_cut, result.account.tokens_cut, result.account.rows_kept) == (1, 15, 3)
@@ -141,6 +143,7 @@ BAD = [{"text": "fine"}, {"text": ""}, "{broken", {"body": "t"}, "[1]", '{"text"
 
 
 def test_bad_rows_are_errors_by_number(tmp_path: Path, tokenizer: Any) -> None:
+    """ms-swift's iterable packing: rows that fail to encode don't vanish."""
     path = write(tmp_path, BAD)
     with pytest.raises(InputError) as raised:
         made(path, tokenizer)
@@ -316,6 +319,7 @@ def test_the_account_is_json(tmp_path: Path, tokenizer: Any) -> None:
 
 
 def test_the_learned_mask_survives_packing(tmp_path: Path, tokenizer: Any) -> None:
+    """trl#3728: what the assistant says alone is learned, packed as well."""
     talks = [
         [{"role": "user", "content": f"q{i}" * i}, {"role": "assistant", "content": f"a{i}" * (i + 1)}]
         for i in range(40)

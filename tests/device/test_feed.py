@@ -10,6 +10,7 @@ from slipstream.device.feed import PaddedCollator
 
 
 def test_a_packed_batch() -> None:
+    """trl#3673: no attention mask is made beside the boundaries."""
     batch = PackedCollator(tokens=8)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6, 7], "seq_lengths": [1, 3]}])
     assert list(batch) == ["input_ids", "labels", "position_ids", "segments"]  # input_ids first, no attention_mask
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7, 0]]

@@ -114,6 +114,7 @@ def test_wrong_boundaries_are_refused(cu_seqlens: list[int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32, torch.int16])
 @pytest.mark.parametrize("name", ["cu_seqlens", "segment_ids"])
 def test_boundaries_of_another_dtype_are_refused(name: str, dtype: torch.dtype) -> None:
+    """LlamaFactory#8919: a cast breaks boundaries without an error."""
     good = Segments.from_lengths([3, 2])
     with pytest.raises(InputError, match=f"{name} is {dtype}, must be torch.int32"):
         replace(good, **{name: getattr(good, name).to(dtype)})
@@ -129,6 +130,7 @@ def test_segments_are_frozen() -> None:
 @pytest.mark.parametrize("use", ["mask", "position_ids", "on"])
 @pytest.mark.parametrize("built_before", [True, False])
 def test_an_edit_in_place_is_found(name: str, use: str, built_before: bool) -> None:
+    """unsloth#10879: what was derived from boundaries is stale once they are edited."""
     uses = {
         "mask": lambda s: s.mask(torch.float32),
         "position_ids": lambda s: s.position_ids(),
@@ -161,6 +163,7 @@ def test_each_structure_is_built_once() -> None:
 
 
 def test_a_mask_that_could_not_be_held_is_refused_before_it_is_made() -> None:
+    """unsloth-zoo#582: beyond what memory holds, an error instead of a dense mask."""
     segments = Segments.from_lengths([1], total=200_000)
     with pytest.raises(InputError, match=r"mask of 200,000² tokens takes 149.0 GiB > 16 GiB; use attention varlen"):
         segments.mask(torch.bfloat16)

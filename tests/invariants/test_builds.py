@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from packed import FAMILIES, LENGTHS, WINDOWS, documents, logits_of, model_of, row_of, with_adapter
+from packed import FAMILIES, LENGTHS, WINDOWS, documents, logits_of, model_of, row_of, scaled, with_adapter
 from slipstream import Options, apply
 from slipstream.train.loss import summed_cross_entropy
 
@@ -67,3 +68,40 @@ def test_each_batch_has_its_own() -> None:
     logits_of(model, first)
     logits_of(model, second)
     assert first["segments"].builds == second["segments"].builds == masks({None})
+
+
+class ReadBacks(TorchDispatchMode):
+    """Counts the operations by which the host asks a device for a value, and waits; on the CPU they are called too."""
+
+    ASKING = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.masked_select", "aten.unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(function).startswith(self.ASKING)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "dynamic", "longrope"])
+def test_no_value_is_read_back(family: str) -> None:
+    """transformers#39213: no copy to the host in any layer, in the first step or a later one, forward or backward."""
+    overrides = {} if family in FAMILIES else scaled(family)
+    model = model_of(family if family in FAMILIES else "llama", **overrides)
+    apply(model, Options(activations="recompute"))
+    for lengths in (LENGTHS, (20, 20)):
+        row = row_of(documents(lengths))
+        with ReadBacks() as reading:
+            logits_of(model, row).sum().backward()
+        assert reading.count == 0
+
+
+def test_the_count_of_values_read_back_sees_them() -> None:
+    row = row_of(documents())
+    with ReadBacks() as reading:  # transformers' own dynamic scaling asks for the longest position
+        model_of("llama", **scaled("dynamic"))(input_ids=row["input_ids"], position_ids=row["position_ids"])
+    assert reading.count > 0
+    with ReadBacks() as reading:
+        assert torch.ones(2).nonzero().any()
+    assert reading.count == 2

@@ -116,6 +116,23 @@ def test_positions_are_made_where_the_batch_brings_none() -> None:
     assert [key[0] for key in row["segments"].builds].count("position_ids") == 1
 
 
+def test_a_row_whose_positions_never_are_zero() -> None:
+    """transformers#39814: boundaries come from lengths, so that documents may continue where others left off."""
+    examples, model = documents(), apply(model_of("llama", initializer_range=0.3)).eval()
+    row = row_of(examples)
+    row["position_ids"] = row["position_ids"] + 100
+    alone = model_of("llama", initializer_range=0.3).eval()
+    with torch.no_grad():
+        found = logits_of(model, row)[0, : sum(LENGTHS)]
+        expected = torch.cat(
+            [
+                alone(input_ids=torch.tensor([ids]), position_ids=100 + torch.arange(len(ids))[None]).logits[0]
+                for ids in (example["input_ids"] for example in examples)
+            ]
+        )
+    assert (found - expected).norm() <= RELATIVE * expected.norm()
+
+
 def test_embeddings_in_place_of_tokens() -> None:
     model = apply(model_of("llama")).eval()
     row = row_of(documents())

@@ -49,6 +49,7 @@ def one_step(folder: Path, **settings: Any) -> tuple[float, dict[str, torch.Tens
     ids=["1x6", "2x3", "3x2", "6x1", "padding", "padded documents", "documents"],
 )
 def test_all_ways_to_one_step_agree(tmp_path: Path, settings: Any, one_by_one: Any) -> None:
+    """transformers#34191, transformers#37474, unsloth-zoo#1066: accumulation weighs tokens as one large batch does."""
     counts = [learned(lengths, index) for index, lengths in enumerate(ROWS)]
     assert len(set(counts)) > 1  # a mean of means would differ
     if settings.get("train_dataset") is DOCUMENTS and "collator" not in settings:

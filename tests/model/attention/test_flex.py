@@ -65,7 +65,7 @@ def test_a_block_mask_is_built_once_for_each_window() -> None:
 
 
 def test_no_mask_of_all_pairs_is_made() -> None:
-    """65,536 tokens, where a dense mask would take 4 GiB of booleans."""
+    """unsloth-zoo#582: 65,536 tokens, where a dense mask would take 4 GiB of booleans."""
     segments = Segments.from_lengths([1000] * 60, total=65_536)
     mask = flex.block_mask(segments, None)
     tensors = [value for value in vars(mask).values() if isinstance(value, torch.Tensor)]
