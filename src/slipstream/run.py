@@ -36,7 +36,7 @@ from slipstream.model.lora import load_adapter, trainable_summary
 from slipstream.prepare import Rows, build_model, prepare_rows, quiet_libraries
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
-from slipstream.train.arguments import KeepBest, training_arguments
+from slipstream.train.arguments import KeepBest, check_trackers, training_arguments
 from slipstream.train.checkpoint import checkpoint_step, last_checkpoint
 from slipstream.train.interrupt import StopRequest
 from slipstream.train.progress import ProgressBar, clock
@@ -74,6 +74,7 @@ class RunSummary:
 def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
     """Fine-tune as ``recipe`` says. Raises ``InputError`` before anything is trained where it can't be done."""
     _refuse_several_processes()
+    check_trackers(recipe.train)
     quiet_libraries()
     folder = RunFolder.open(Path(recipe.output)) if resume else RunFolder.create(Path(recipe.output))
     checkpoint = _checkpoint_to_resume(folder, recipe) if resume else None
@@ -83,6 +84,7 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
     train_rows = prepare_rows(recipe, recipe.data.train, tokenizer, console)
     eval_rows = prepare_rows(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
 
+    console.print(f"loading {recipe.model}")
     model = build_model(recipe, device)
     autocast = getattr(torch, compute_dtype(describe(device)))
     tokens = recipe.packing.tokens * recipe.packing.rows

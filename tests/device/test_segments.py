@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import slipstream.device.segments as segments_module
 from slipstream import InputError, Segments
 from slipstream.device.segments import LARGEST_MASK_BYTES, SMALLEST_BUCKET, bucket
 
@@ -162,14 +163,18 @@ def test_each_structure_is_built_once() -> None:
     )
 
 
-def test_a_mask_that_could_not_be_held_is_refused_before_it_is_made() -> None:
+def test_a_mask_that_could_not_be_held_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """unsloth-zoo#582: beyond what memory holds, an error instead of a dense mask."""
+    monkeypatch.setattr(segments_module, "free_bytes", lambda _: 2**40)
     segments = Segments.from_lengths([1], total=200_000)
-    with pytest.raises(InputError, match=r"mask of 200,000² tokens takes 149.0 GiB > 16 GiB; use attention varlen"):
+    with pytest.raises(InputError, match=r"mask of 200,000² tokens takes 149.0 GiB > 16.0 GiB; use attention varlen"):
         segments.mask(torch.bfloat16)
     assert LARGEST_MASK_BYTES == 16 * 2**30
     with pytest.raises(InputError, match="dense mask"):  # and again
         segments.mask(torch.bfloat16)
+    monkeypatch.setattr(segments_module, "free_bytes", lambda _: 3 * 2**30)
+    with pytest.raises(InputError, match=r"mask of 32,768² tokens takes 4.0 GiB > 3.0 GiB"):
+        Segments.from_lengths([1], total=2**15).mask(torch.bfloat16)
 
 
 def test_one_copy_a_device() -> None:

@@ -7,7 +7,6 @@ import pytest
 from slipstream import InputError
 from slipstream.train.checkpoint import NEEDED, WEIGHTS, checkpoint_step, is_whole, last_checkpoint
 
-
 WHOLE = (*NEEDED, WEIGHTS[0])
 
 

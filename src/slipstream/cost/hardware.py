@@ -108,6 +108,17 @@ def host_memory_limit(root: Path = Path("/")) -> int:
     return available if limit is None else min(available, limit)
 
 
+def free_bytes(torch_device: "torch.device | str") -> int:
+    """Bytes that can still be allocated: on a card what it and PyTorch's allocator have free, else the host's."""
+    import torch
+
+    device = torch.device(torch_device)
+    if device.type != "cuda":
+        return host_memory_limit()
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
 def _limit_files(root: Path) -> Iterator[Path]:
     """The limit files of this process's memory group and of the groups above it (a parent's limit binds too).
 

@@ -23,11 +23,15 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import torch
 
+from slipstream.cost.estimate import dense_mask_bytes
+from slipstream.cost.hardware import free_bytes
 from slipstream.errors import InputError
 
 Made = TypeVar("Made")
 SMALLEST_BUCKET = 16
 LARGEST_MASK_BYTES = 16 * 2**30
+ASK_FROM_BYTES = 2**30
+"""Masks smaller than this are made without asking the device what is free, which costs host time."""
 
 
 def bucket(count: int) -> int:
@@ -163,11 +167,12 @@ class Segments:
         return self._once((kind, self.device, dtype, window), build)
 
     def _build_mask(self, dtype: torch.dtype, window: int | None) -> torch.Tensor:
-        needed = self.total**2 * (dtype.itemsize + 2)  # the mask, and two of booleans while it is made
-        if needed > LARGEST_MASK_BYTES:
+        needed = dense_mask_bytes(self.total, dtype.itemsize)
+        room = LARGEST_MASK_BYTES if needed < ASK_FROM_BYTES else min(LARGEST_MASK_BYTES, free_bytes(self.device))
+        if needed > room:
             raise InputError(
-                f"a dense mask of {self.total:,}² tokens takes {needed / 2**30:.1f} GiB > "
-                f"{LARGEST_MASK_BYTES / 2**30:.0f} GiB; use attention varlen, or lower packing.tokens or packing.rows"
+                f"a dense mask of {self.total:,}² tokens takes {needed / 2**30:.1f} GiB > {room / 2**30:.1f} GiB; "
+                f"use attention varlen or flex, or lower packing.tokens or packing.rows"
             )
         position = torch.arange(self.total, device=self.device)
         hidden = self.segment_ids[:, None] != self.segment_ids[None, :]

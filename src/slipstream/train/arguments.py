@@ -1,14 +1,18 @@
 """``TrainOptions`` in transformers' words, and the callback that keeps the best checkpoint."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from slipstream.errors import InputError
 from slipstream.train.options import TrainOptions
 
 NEVER = 2**31
 """An interval that no run reaches: transformers still evaluates and saves once at the end."""
+TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "wandb": ("wandb",)}
+"""The packages of which one must be installed for each tracker."""
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
@@ -46,6 +50,15 @@ def training_arguments(
         disable_tqdm=True,
         log_level="error",
     )
+
+
+def check_trackers(options: TrainOptions) -> None:
+    """Raises ``InputError`` for a tracker whose package is not installed."""
+    for tracker in options.trackers:
+        if not any(find_spec(package) for package in TRACKERS[tracker]):
+            raise InputError(
+                f"train.trackers: {tracker} is not installed; pip install {TRACKERS[tracker][0]}, or take it out"
+            )
 
 
 class KeepBest(TrainerCallback):  # type: ignore[misc]
