@@ -126,6 +126,8 @@ class _Training:
     def run(self, checkpoint: Path | None, autocast: torch.dtype) -> RunSummary:
         """Train to the end or to the first signal, and leave everything in the run folder."""
         trainer = self._trainer(autocast)
+        self.console.print(f"  {trainer.loss_decision}")
+        self.record["decisions"].append(asdict(trainer.loss_decision))
         if checkpoint is not None:
             self._go_on(checkpoint)
         self.folder.write_run(self.record)

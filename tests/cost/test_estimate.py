@@ -35,8 +35,9 @@ def test_by_hand() -> None:
     query, key = 4 * 32, 2 * 32
     layer_token = 18 * 64 + 10 * query + 8 * key + 8 * 256
     assert kept_activation_bytes(config(), 100) == 3 * 100 * layer_token
-    assert loss_bytes(config(), 100) == 1000 * (4 * 100 + 12 * 100)
-    assert loss_bytes(config(), 10_000) == 1000 * (4 * 10_000 + 12 * LOSS_CHUNK)
+    assert loss_bytes(config(), 100) == 1000 * (4 * 100 + 16 * 100)
+    assert loss_bytes(config(), 10_000) == 1000 * (4 * 10_000 + 16 * LOSS_CHUNK)
+    assert loss_bytes(config(), 10_000, whole_logits=False) == 1000 * 16 * LOSS_CHUNK
 
 
 def test_it_grows_with_tokens_and_layers() -> None:

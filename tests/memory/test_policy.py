@@ -41,7 +41,7 @@ def test_auto_keeps_where_the_batch_is_unknown() -> None:
 
 
 def test_auto_keeps_up_to_the_margin_and_not_beyond() -> None:
-    needed = kept_activation_bytes(CONFIG, 4096) + loss_bytes(CONFIG, 4096)
+    needed = kept_activation_bytes(CONFIG, 4096) + loss_bytes(CONFIG, 4096, whole_logits=False)
     enough = int(needed / MARGIN) + 1
     recompute, decision = choose_activations("auto", CONFIG, device(enough), 4096)
     assert not recompute

@@ -28,9 +28,12 @@ def kept_activation_bytes(config: Any, tokens: int) -> int:
     return int(layer * tokens * config.num_hidden_layers)
 
 
-def loss_bytes(config: Any, tokens: int) -> int:
-    """Bytes of the logits and their gradient (2 bytes an element) and one chunk in float32, three times."""
-    return int(config.vocab_size * (4 * tokens + 12 * min(tokens, LOSS_CHUNK)))
+def loss_bytes(config: Any, tokens: int, *, whole_logits: bool = True) -> int:
+    """Bytes of the loss's workspace: a chunk's logits in half precision and float32, and their gradients (16 bytes an
+    element with cross-entropy's own copy); with ``whole_logits``, all tokens' logits and gradient besides (4 bytes).
+    """
+    chunk = 16 * min(tokens, LOSS_CHUNK)
+    return int(config.vocab_size * (chunk + 4 * tokens if whole_logits else chunk))
 
 
 def packing_saved_seconds(layers: int, build_seconds: float, *, recompute: bool) -> float:

@@ -38,7 +38,7 @@ def choose_activations(
         return asked == "recompute", Decision("recompute", asked == "recompute", f"asked for: activations {asked}")
     if tokens is None:
         return False, Decision("recompute", False, "batch size not known here, so activations are kept")
-    needed = kept_activation_bytes(config, tokens) + loss_bytes(config, tokens)
+    needed = kept_activation_bytes(config, tokens) + loss_bytes(config, tokens, whole_logits=False)
     free = free_bytes(device)
     recompute = needed > MARGIN * free
     verb = "don't fit" if recompute else "fit"

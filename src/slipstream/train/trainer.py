@@ -3,7 +3,7 @@
 Distribution, saving, resuming and trackers stay transformers' and accelerate's. What differs:
 
 - batches go to the device asynchronously, and ``Segments`` with them, once;
-- the loss is summed over learned tokens and divided by those of the whole optimizer step;
+- the loss is summed over learned tokens and divided by those of the whole optimizer step; logits are made in chunks;
 - nothing in a step asks the device for a value: the NaN filter, per-step logging and FLOP counting of the base class
   do, so they are off, and scalars arrive some steps late through ``StepLog``;
 - evaluation averages over learned tokens, where the base class averages batches.
@@ -14,8 +14,8 @@ The alternative, a loop of our own, would be shorter and would have to learn DDP
 import copy
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,10 @@ from transformers.trainer_utils import IntervalStrategy
 
 from slipstream.device.segments import Segments
 from slipstream.errors import InputError
+from slipstream.model.head import find_head
 from slipstream.train.loss import learned_tokens, summed_cross_entropy
 from slipstream.train.records import EvalRecord, StepLog, StepRecord
+from slipstream.transform import base_model
 
 
 @dataclass
@@ -91,6 +93,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.step_log = step_log or StepLog(None)
         self.step_log.on_record = self._log_record
         self.on_eval = on_eval
+        base = base_model(self.model)
+        self.decoder: nn.Module = base.get_decoder()
+        self.head, self.loss_decision = find_head(base)
+        """The output head where the loss may run it on chunks, and the decision about it."""
         self._tally = _StepTally()
         self._step_began = time.perf_counter()
         self.add_callback(_Recorder(self))
@@ -106,16 +112,41 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     ) -> Any:
         """Summed cross-entropy over the learned tokens of the whole optimizer step (0-d float32)."""
         labels = inputs["labels"]
-        with self._autocast(labels.device):
-            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-        _refuse_unread(model, inputs.get("segments"))
+        total, outputs = self._summed_loss(model, inputs, whole_logits=return_outputs)
         learned = learned_tokens(labels) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
-        loss = summed_cross_entropy(outputs.logits, labels) / learned.clamp(min=1)
+        loss = total / learned.clamp(min=1)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over ranks, the count is their sum
         if model.training:
             self._tally.add(inputs, loss.detach(), learned)
         return (loss, outputs) if return_outputs else loss
+
+    def _summed_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *, whole_logits: bool = False
+    ) -> tuple[torch.Tensor, Any]:
+        """The batch's summed cross-entropy, and what the model gave (logits of one token only, unless whole)."""
+        labels = inputs["labels"]
+        arguments = {name: value for name, value in inputs.items() if name != "labels"}
+        chunked = self.head is not None and not whole_logits
+        if chunked:
+            arguments["logits_to_keep"] = 1  # the model's own head runs on one token; 0 would mean all
+        with self._autocast(labels.device), self._hidden_states() as hidden:
+            outputs = model(**arguments)
+            _refuse_unread(model, inputs.get("segments"))
+            if chunked and len(hidden) == 1:
+                return summed_cross_entropy(hidden[0], labels, self.head), outputs
+            assert not chunked, f"the decoder ran {len(hidden)} times in one forward"
+            return summed_cross_entropy(outputs.logits, labels), outputs
+
+    @contextmanager
+    def _hidden_states(self) -> Iterator[list[torch.Tensor]]:
+        """What the decoder gives inside the context: its last hidden states [B, T, H], one entry a forward."""
+        seen: list[torch.Tensor] = []
+        hook = self.decoder.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+        try:
+            yield seen
+        finally:
+            hook.remove()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """0: the base class walks all parameters on the host every step to fill a number that no record uses."""
@@ -166,11 +197,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         count = torch.zeros((), device=self.args.device, dtype=torch.int64)
         for inputs in self.get_eval_dataloader(eval_dataset):
             inputs = self._prepare_inputs(inputs)
-            labels = inputs.pop("labels")
-            with self._autocast(labels.device):
-                loss += summed_cross_entropy(self.model(**inputs).logits, labels)
-            _refuse_unread(self.model, inputs.get("segments"))
-            count += learned_tokens(labels)
+            loss += self._summed_loss(self.model, inputs)[0]
+            count += learned_tokens(inputs["labels"])
         self.model.train(was_training)
         loss, count = self.accelerator.reduce((loss, count), reduction="sum")
         self._step_began = time.perf_counter()
