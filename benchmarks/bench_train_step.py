@@ -23,39 +23,10 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from slipstream.bench.shapes import SHAPES
+
 ARMS = ("slipstream", "trl+liger")
 WARM_UP = 5
-QWEN3 = {
-    "model_type": "qwen3",
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 40960,
-}
-SHAPES = {
-    "qwen3-0.6b": {
-        **QWEN3,
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "intermediate_size": 3072,
-        "tie_word_embeddings": True,
-    },
-    "llama-3.2-1b": {
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "intermediate_size": 8192,
-        "vocab_size": 128256,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": True,
-    },
-}
 
 
 def main() -> None:

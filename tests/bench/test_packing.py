@@ -1,6 +1,7 @@
 """The packing benchmark on a tiny shape: all arms, what they build, and that unequal arms are found out."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,17 +65,23 @@ def test_builds_are_counted(result) -> None:
         assert counts == dict(zip(ARMS, (None, rebuilt, rebuilt, once), strict=True))
 
 
-def test_prediction_follows_from_the_build(result) -> None:
+def test_prediction_follows_from_what_a_rebuild_adds(result) -> None:
     for row in rows(result, "sdpa"):
         found = {(one["against"], one["part"]): one for one in row["comparisons"]}
         assert len(found) == 9
-        build = row["builds"]["rebuild-loop"]
-        assert build > row["builds"]["metadata"] * 0.2 > 0
-        whole = (2 * LAYERS - 1 if row["recompute"] else LAYERS - 1) * build
-        assert found["wasteful-loop", FORWARD]["predicted_seconds"] == pytest.approx((LAYERS - 1) * build)
+        assert row["builds"]["rebuild-loop"] > row["builds"]["metadata"] * 0.2 > 0
+        added = row["rebuild_adds"]["loop"]
+        whole = (2 * LAYERS - 1 if row["recompute"] else LAYERS - 1) * added
+        assert found["wasteful-loop", FORWARD]["predicted_seconds"] == pytest.approx((LAYERS - 1) * added)
         assert found["wasteful-loop", WHOLE]["predicted_seconds"] == pytest.approx(whole)
         assert found["stock", WHOLE]["predicted_seconds"] is found["stock", WHOLE]["holds"] is None
         assert {len(series) for arm in row["arms"].values() for series in arm["seconds"].values()} == {2}
+
+
+def test_what_a_rebuild_adds_is_the_paired_difference() -> None:
+    times = {"attention-kept": {WHOLE: [1.0, 5.0, 2.0]}, "attention-loop": {WHOLE: [3.0, 6.0, 8.0]}}
+    case = SimpleNamespace(kinds=["loop"], bench=SimpleNamespace(layers=4))
+    assert packing._added_by_rebuilding(case, times) == {"loop": 0.5}  # the median of 2, 1 and 6 over four layers
 
 
 def test_one_layer_is_timed_alone(result) -> None:

@@ -2,9 +2,11 @@
 
 For each shape, row, attention choice and kind of activations, arms take turns on one model: stock transformers with
 position ids; boundaries and mask rebuilt in every layer (two references, ``wasteful.py``); Slipstream. In the same
-rounds stand-alone arms time the rebuilding itself: what L layers build, back to back. From one build (s for the
-boundaries, m for boundaries and mask) follows the prediction, (L − 1) · m and with recompute (2L − 1) · m; beside it
-stands what was saved in forward, backward and whole step. All arms are first proven to compute the same.
+rounds stand-alone arms time L calls of one layer's attention, with its structure kept and rebuilt each time: the
+difference, what a rebuild adds to a layer with the waits it forces, is the formula's s. From it follows the prediction,
+(L − 1) · s and with recompute (2L − 1) · s; beside it stands what was saved in forward, backward and whole step. (The
+builds by themselves are timed too; back to back they are cheaper than between a layer's other launches, so that they
+predict too little.) All arms are first proven to compute the same.
 
 A case that can't run here (an attention choice refused, dense masks that don't fit) is a row with the reason.
 """
@@ -193,17 +195,18 @@ def _measured(case: Case, options: PackingBench) -> dict[str, Any]:
     rounds = _rounds(options, case.bench.device)
     clock = clock_for(case.bench.device)
     row: dict[str, Any] = {**case.name(), "dtype": str(case.bench.dtype).removeprefix("torch.")}
-    builds = build_arms(case)
+    alone = {**build_arms(case), **layer_arms(case)}
     if with_layer:
-        times = measure({**builds, **layer_arms(case)}, rounds, options.warmup, clock)
+        times = measure(alone, rounds, options.warmup, clock)
         row["layer"] = {"builds": _build_costs(case, times), "attention": _attention_costs(case, times)}
     if with_step:
         steps = packed_steps(case.bench, case.documents, case.tokens, case.choice, case.kinds)
         row["arms"] = prove_equal(steps)
-        times = measure({**builds, **{name: step.arm() for name, step in steps.items()}}, rounds, options.warmup, clock)
+        times = measure({**alone, **{name: step.arm() for name, step in steps.items()}}, rounds, options.warmup, clock)
         _drop_batches(steps.values())
         row["builds"] = _build_costs(case, times)
-        row["comparisons"] = _comparisons(case, times, row["builds"])
+        row["rebuild_adds"] = _added_by_rebuilding(case, times)
+        row["comparisons"] = _comparisons(case, times, row["rebuild_adds"])
         for name in steps:
             row["arms"][name]["seconds"] = {part: _rounded(values) for part, values in times[name].items()}
     return row
@@ -287,15 +290,24 @@ def _attention_costs(case: Case, times: Times) -> dict[str, float]:
     }
 
 
+def _added_by_rebuilding(case: Case, times: Times) -> dict[str, float]:
+    """Median seconds that rebuilding adds to one layer's attention call, by reference: the formula's s."""
+    kept = times["attention-kept"][WHOLE]
+    return {
+        kind: _median(paired_differences(times[f"attention-{kind}"][WHOLE], kept)) / case.bench.layers
+        for kind in case.kinds
+    }
+
+
 # Prediction and measurement
 
 
-def _comparisons(case: Case, times: Times, builds: Mapping[str, float]) -> list[dict[str, Any]]:
+def _comparisons(case: Case, times: Times, adds: Mapping[str, float]) -> list[dict[str, Any]]:
     """Each other arm against ours, in forward, backward and the whole step."""
     found = []
     for kind in case.kinds:
         for part in (FORWARD, BACKWARD, WHOLE):
-            predicted = predicted_saving(part, case.bench.layers, builds[f"rebuild-{kind}"], case.recompute)
+            predicted = predicted_saving(part, case.bench.layers, adds[kind], case.recompute)
             found.append(compare(times, f"wasteful-{kind}", part, predicted))
     return found + [compare(times, STOCK, part, None) for part in (FORWARD, BACKWARD, WHOLE)]
 

@@ -30,6 +30,8 @@ def show(result: Mapping[str, Any], console: Console) -> None:
             console.print(f"  one layer alone: {_layer_line(row['layer'])}")
         if "comparisons" in row:
             console.print(f"  beside the steps: {_builds_line(row['builds'])}")
+            adds = ", ".join(f"{kind} {_ms(seconds)}" for kind, seconds in row["rebuild_adds"].items())
+            console.print(f"  a rebuild adds to a layer, with the waits it forces: {adds}")
             console.print(f"  built in a step, boundaries + structures: {_counts_line(row['arms'])}")
             console.print(_case_table(row))
     console.print(_published_table(result["published"]))
