@@ -90,6 +90,20 @@ def load_tokenizer(model: str, options: LoadOptions) -> "PreTrainedTokenizerBase
     return _tokenizer(_locate(model), options)
 
 
+def stored_dtype(model: str, options: LoadOptions) -> str | None:
+    """The dtype of the checkpoint's weights by its config; None where that names none, and for a GGUF file.
+
+    Raises ``InputError`` where the model cannot be found.
+    """
+    source = _checked(_locate(model))
+    if source.file is not None:
+        return None
+    with _quiet(source), _explained(source.name):
+        config = _causal_config(source.name, source, options)
+    named = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
+    return named if named in ("float32", "bfloat16", "float16") else None
+
+
 def resolve_dtype(options: LoadOptions, trainable: bool, device: "torch.device | str") -> str:
     """The weights' dtype by name, with ``auto`` resolved for the device."""
     if options.dtype != "auto":
