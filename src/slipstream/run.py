@@ -41,6 +41,7 @@ from slipstream.train.checkpoint import checkpoint_step, last_checkpoint
 from slipstream.train.interrupt import StopRequest
 from slipstream.train.progress import ProgressBar, clock
 from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
+from slipstream.train.run_folder import publish, staging_for
 from slipstream.train.trainer import Trainer
 from slipstream.transform import Options, apply, decisions, restore
 from slipstream.versions import SLIPSTREAM, library_versions
@@ -77,7 +78,7 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
     check_trackers(recipe.train)
     quiet_libraries()
     folder = RunFolder.open(Path(recipe.output)) if resume else RunFolder.create(Path(recipe.output))
-    checkpoint = _checkpoint_to_resume(folder, recipe) if resume else None
+    checkpoint = _checkpoint_to_resume(folder, recipe, console) if resume else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     tokenizer = load_tokenizer(recipe.model, recipe.load)
@@ -135,6 +136,7 @@ class _Training:
         with self._outcome_recorded(), self.stop.listening():
             if self.eval_rows is not None and checkpoint is None:
                 self.record["eval_before"] = self._evaluate(trainer, "before training")
+                self.folder.write_run(self.record)  # a run killed outright has it when it goes on
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         return self._finish(trainer, time.perf_counter() - began)
 
@@ -228,8 +230,10 @@ class _Training:
         lora = self.recipe.adapter.kind == "lora"
         target = self.folder.adapter if lora else self.folder.model
         restore(self.model)
-        self.model.save_pretrained(target)
-        self.tokenizer.save_pretrained(target)
+        staged = staging_for(target)
+        self.model.save_pretrained(staged)
+        self.tokenizer.save_pretrained(staged)
+        publish(target)
         self.console.print(f"{'adapter' if lora else 'model'} saved in {target}")
 
     def _print(self, summary: RunSummary) -> None:
@@ -268,7 +272,7 @@ def generate(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = folder.adapter if recipe.adapter.kind == "lora" else folder.model
     if not source.is_dir():
-        source = last_checkpoint(folder.checkpoints)
+        source = last_checkpoint(folder.checkpoints, console.print)
         console.print(f"the run isn't finished: using {source}")
     tokenizer = load_tokenizer(str(source), recipe.load)
     if recipe.adapter.kind == "lora":
@@ -317,7 +321,7 @@ def recipe_of(folder: RunFolder) -> Recipe:
     return recipe_from_dict(folder.read_run()["recipe"])
 
 
-def _checkpoint_to_resume(folder: RunFolder, recipe: Recipe) -> Path:
+def _checkpoint_to_resume(folder: RunFolder, recipe: Recipe, console: Console) -> Path:
     before, now = _flat(folder.read_run()["recipe"]), _flat(recipe.to_dict())
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     refused = [key for key in changed if key not in FREE_TO_CHANGE]
@@ -327,7 +331,8 @@ def _checkpoint_to_resume(folder: RunFolder, recipe: Recipe) -> Path:
             f"{key} was {before.get(key)!r} when the run in '{folder.path}' began and is {now.get(key)!r} now; "
             f"a resumed run must learn from the same things: set it back, or start another run with another output"
         )
-    return last_checkpoint(folder.checkpoints)
+    folder.clean()
+    return last_checkpoint(folder.checkpoints, console.print)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,29 +1,58 @@
-"""Which checkpoint a run goes on from."""
+"""Checkpoints that are whole or not there, and which of them a run goes on from.
 
+    checkpoints/
+      .saving/checkpoint-9/     being written; a crash leaves it here, where nothing looks for it
+      checkpoint-6/             whole: moved here in one step, after its last file
+        adapter_model.safetensors, optimizer.pt, scheduler.pt, rng_state.pth, trainer_state.json, ...
+        slipstream.json         written last: step, and every file's size and SHA-256
+
+Why: a process may be killed between any two writes, and a disk may give back other bytes than it got; going on from
+half an optimizer trains something else and says nothing. Trade-off: a checkpoint is read once more for its digests when
+it is saved (about a second a gigabyte on one core, several files at once) and when it is resumed. Alternative: trusting
+names and sizes, which a power cut leaves in order around blocks of zeros.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from slipstream.errors import InputError
+from slipstream.train.run_folder import discard, write_atomically
 
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 """Files without which training can't go on exactly, besides the weights."""
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
 """One of these is there, whatever is trained."""
+MANIFEST = "slipstream.json"
+"""The list of a checkpoint's files. Checkpoints of transformers' own trainer have none."""
+MANIFEST_FORMAT = 1
 
 
-def last_checkpoint(folder: Path) -> Path:
+def last_checkpoint(folder: Path, tell: Callable[[str], None] = lambda _: None) -> Path:
     """The newest whole checkpoint in a run's ``checkpoints`` folder.
 
-    Raises ``InputError`` where there is none.
+    ``tell`` gets a sentence for each newer one that is damaged. Raises ``InputError`` where none is whole.
     """
-    found = [entry for entry in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if is_whole(entry)]
-    if not found:
-        raise InputError(
-            f"'{folder}' holds no whole checkpoint to resume from; start again with another output "
-            f"(set train.save_every to save more often)"
-        )
-    return max(found, key=checkpoint_step)
+    found = [entry for entry in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if checkpoint_step(entry) >= 0]
+    reasons: list[str] = []
+    for entry in sorted((entry for entry in found if entry.is_dir()), key=checkpoint_step, reverse=True):
+        reason = damage(entry)
+        if reason is None:
+            return entry
+        reasons.append(f"{entry.name} is damaged ({reason})")
+        tell(f"{reasons[-1]}; passed over")
+    raise InputError(
+        f"'{folder}' holds no whole checkpoint to resume from: "
+        f"{'; '.join(reasons) or 'the run was stopped before its first'}; "
+        f"delete the run's folder or choose another output, and start again without --resume "
+        f"(set train.save_every to save more often)"
+    )
 
 
 def checkpoint_step(folder: Path) -> int:
@@ -33,6 +62,75 @@ def checkpoint_step(folder: Path) -> int:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a checkpoint has all the files that resuming reads."""
-    has = {name for name in (*NEEDED, *WEIGHTS) if (folder / name).is_file()}
-    return checkpoint_step(folder) >= 0 and has.issuperset(NEEDED) and not has.isdisjoint(WEIGHTS)
+    """Whether training can go on from a checkpoint, exactly."""
+    return checkpoint_step(folder) >= 0 and damage(folder) is None
+
+
+def damage(folder: Path) -> str | None:
+    """What keeps training from going on from a checkpoint, naming the file; None where it is whole."""
+    if (folder / MANIFEST).exists():
+        return _damage_by_manifest(folder)
+    missing = [name for name in NEEDED if not (folder / name).is_file()]
+    if not any((folder / name).is_file() for name in WEIGHTS):
+        missing.append(WEIGHTS[0])
+    return f"{missing[0]} is missing" if missing else None
+
+
+def write_manifest(folder: Path) -> None:
+    """Lists all files of a checkpoint in its ``slipstream.json``, as its last file."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        digests = list(pool.map(_digest, paths))
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(paths, digests, strict=True)
+    }
+    manifest = {"format": MANIFEST_FORMAT, "step": checkpoint_step(folder), "files": files}
+    write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+
+
+def rotate(saved: Path, *, keep: int | None, best: Path | None) -> None:
+    """Removes the oldest checkpoints beside ``saved``, so that ``keep`` stay (None or 0: all).
+
+    Never removes ``saved``, which is whole, nor ``best``. Those of later steps go first: they are what an earlier
+    attempt left, damaged or given up.
+    """
+    if not keep:
+        return
+    others = [entry for entry in saved.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if entry.is_dir() and entry != saved]
+    others = [entry for entry in others if checkpoint_step(entry) >= 0]
+    later = {entry for entry in others if checkpoint_step(entry) > checkpoint_step(saved)}
+    removable = sorted(set(others) - {best}, key=lambda entry: (entry not in later, checkpoint_step(entry)))
+    for entry in removable[: max(len(others) + 1 - keep, 0)]:
+        discard(entry)
+
+
+def _damage_by_manifest(folder: Path) -> str | None:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        version, step, files = manifest["format"], manifest["step"], dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"
+    if version != MANIFEST_FORMAT:
+        return f"{MANIFEST} has format {version!r}, and this version reads {MANIFEST_FORMAT}"
+    if step != checkpoint_step(folder):
+        return f"{MANIFEST} is of step {step!r}"
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return next(filter(None, pool.map(lambda item: _damage_of(folder / item[0], item[1]), files.items())), None)
+
+
+def _damage_of(path: Path, listed: dict[str, Any]) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != listed["bytes"]:
+            return f"{path.name} has {size:,} bytes and should have {listed['bytes']:,}"
+        return None if _digest(path) == listed["sha256"] else f"{path.name} holds other bytes than were saved"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

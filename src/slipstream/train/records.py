@@ -140,6 +140,12 @@ class LineLog:
                 file.truncate(end)
                 raise
 
+    def sync(self) -> None:
+        """Waits until all lines are on the disk."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+
     def cut_after(self, step: int) -> str | None:
         """Drops lines after ``step``, and unreadable ones, in one move. Returns the last line kept."""
         if not self.path.exists():
@@ -164,8 +170,9 @@ class EvalLog:
     path: Path
 
     def append(self, record: EvalRecord) -> None:
-        """Adds an evaluation; ``InputError`` where no space is left."""
+        """Adds an evaluation, and waits until it is on the disk; ``InputError`` where no space is left."""
         LineLog(self.path).append(record)
+        LineLog(self.path).sync()
 
     def resume(self, step: int) -> None:
         """Drops evaluations after ``step``, the checkpoint's, which will be run again."""
@@ -215,6 +222,12 @@ class StepLog:
         """Waits for all values and writes their lines; for checkpoints, interrupts and the end only."""
         while self._pending:
             self._finish_oldest()
+
+    def secure(self) -> None:
+        """Waits for all values, and until their lines are on the disk: what a checkpoint counts as done stays done."""
+        self.drain()
+        if self._lines is not None:
+            self._lines.sync()
 
     def resume(self, step: int) -> None:
         """Drops the lines after ``step``, the checkpoint's, whose steps will be run again."""

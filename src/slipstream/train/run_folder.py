@@ -1,8 +1,9 @@
 """A run's folder: its places, and writes that are whole or don't happen.
 
 Why: a run is interrupted, a disk fills up, an output is named twice; none of that may cost what an earlier run or an
-earlier moment left. Trade-off: replacing a file in one move costs a second copy of it for a moment, and a wait for the
-disk; only small files are written so. Alternative: writing in place, which a crash leaves in halves.
+earlier moment left. Files and folders are written under a hidden name and moved into place: a folder fills up in
+``.saving/``, what it replaces goes over ``.replaced/``, what is deleted over ``.removing/``. Trade-off: a second copy
+for a moment, and a wait for the disk. Alternative: writing in place, which a crash leaves in halves.
 """
 
 import contextlib
@@ -20,6 +21,8 @@ from slipstream.errors import InputError
 
 FORMAT = 1
 """Version of the run folder's format, ``run.json``'s ``format``."""
+SAVING, REPLACED, REMOVING = ".saving", ".replaced", ".removing"
+"""Folders beside a folder that is being written, replaced or deleted."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class RunFolder:
         folder = cls(Path(path))
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
+            if not folder.run_json.exists():
+                folder._remove_temporary_files()
             found = sorted(entry.name for entry in folder.path.iterdir())
         except OSError as error:
             reason = error.strerror or str(error)
@@ -54,7 +59,10 @@ class RunFolder:
         if not folder.path.is_dir():
             raise InputError(f"'{path}' is not a folder; give the output folder of a run")
         if not folder.run_json.is_file():
-            raise InputError(f"'{path}' is not a run (it has no run.json); give the output folder of a run")
+            raise InputError(
+                f"'{path}' is not a run (it has no run.json); give the output folder of a run; "
+                "one that was stopped before it began to train starts again without --resume"
+            )
         return folder
 
     @property
@@ -110,6 +118,17 @@ class RunFolder:
             clean["nonfinite"] = places
         write_atomically(self.run_json, json.dumps(clean, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
+    def clean(self) -> None:
+        """Puts right what a killed process left between two moves: half-written and half-deleted files and folders."""
+        self._remove_temporary_files()
+        for place in (self.path, self.checkpoints):
+            _clean(place)
+
+    def _remove_temporary_files(self) -> None:
+        for file in (self.run_json, self.steps, self.evals, self.report):
+            for temporary in self.path.glob(f".{file.name}.*.tmp"):
+                temporary.unlink(missing_ok=True)
+
     def _age(self) -> str:
         try:
             run = self.read_run()
@@ -134,11 +153,61 @@ def write_atomically(path: Path, text: str) -> None:
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    _sync(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+# ---------------------------------------------------------------------------------------------------- whole folders
+
+
+def staging_for(target: Path) -> Path:
+    """Where to write a folder that :func:`publish` moves to ``target``; nothing is there yet but its parent."""
+    staged = target.parent / SAVING / target.name
+    _clean(target.parent)
+    staged.parent.mkdir(parents=True)
+    return staged
+
+
+def publish(target: Path) -> None:
+    """Moves what was written to ``staging_for(target)`` to ``target``, once it is on the disk.
+
+    A crash leaves the old ``target`` or the new; between two moves the old one is in ``.replaced/``, whence
+    ``RunFolder.clean`` takes it back.
+    """
+    staged = target.parent / SAVING / target.name
+    for entry in staged.rglob("*"):
+        _sync(entry)
+    _sync(staged)
+    if target.exists():
+        _move(target, REPLACED)
+    os.rename(staged, target)
+    _sync(target.parent)
+    for leftover in (SAVING, REPLACED):
+        shutil.rmtree(target.parent / leftover, ignore_errors=True)
+
+
+def discard(folder: Path) -> None:
+    """Deletes a folder; a crash leaves it whole, or none of it under its name."""
+    shutil.rmtree(_move(folder, REMOVING).parent)
+
+
+def _move(folder: Path, where: str) -> Path:
+    place = folder.parent / where
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    return folder.rename(place / folder.name)
+
+
+def _clean(place: Path) -> None:
+    for old in (place / REPLACED).glob("*"):
+        if not (place / old.name).exists():
+            old.rename(place / old.name)
+    for leftover in (SAVING, REPLACED, REMOVING):
+        shutil.rmtree(place / leftover, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file's or folder's contents are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

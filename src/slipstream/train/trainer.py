@@ -17,19 +17,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import IntervalStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 
 from slipstream.device.segments import Segments
 from slipstream.errors import InputError
 from slipstream.model.head import find_head
+from slipstream.train.checkpoint import rotate, write_manifest
 from slipstream.train.loss import learned_tokens, summed_cross_entropy
 from slipstream.train.records import EvalRecord, StepLog, StepRecord
+from slipstream.train.run_folder import SAVING, publish, staging_for
 from slipstream.transform import base_model
 
 
@@ -97,6 +100,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.decoder: nn.Module = base.get_decoder()
         self.head, self.loss_decision = find_head(base)
         """The output head where the loss may run it on chunks, and the decision about it."""
+        self._saving = False
         self._tally = _StepTally()
         self._step_began = time.perf_counter()
         self.add_callback(_Recorder(self))
@@ -204,12 +208,59 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._step_began = time.perf_counter()
         return float(loss), int(count)
 
-    # ------------------------------------------------------------------------------------------------- records
+    # --------------------------------------------------------------------------------------- checkpoints and resuming
 
-    def _save_checkpoint(self, *arguments: Any, **named: Any) -> None:
-        self.step_log.drain()  # a checkpoint's step is on disk before the checkpoint is
-        super()._save_checkpoint(*arguments, **named)
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Saves as the base class does, but under a hidden name until the checkpoint is whole and listed."""
+        self.step_log.secure()  # a checkpoint's steps are on disk before the checkpoint is
+        target = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            staging_for(target)
+        self.accelerator.wait_for_everyone()
+        self._saving = True
+        super()._save_checkpoint(model, trial)  # finds no older checkpoint there, so it removes none
+        self._saving = False
+        self._name_best(target)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            self._publish_checkpoint(target)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(target))
         self._step_began = time.perf_counter()
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = str(super()._get_output_dir(trial))
+        return str(Path(folder) / SAVING) if self._saving else folder
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self._saving:  # it is pushed in the background, from the name that it keeps
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _name_best(self, target: Path) -> None:
+        """Where the best checkpoint is: the base class looked for it beside the hidden name."""
+        if self.state.best_global_step:
+            best = target.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+            if best == target or best.is_dir():
+                self.state.best_model_checkpoint = str(best)
+
+    def _publish_checkpoint(self, target: Path) -> None:
+        staged = target.parent / SAVING / target.name
+        self.state.save_to_json(str(staged / "trainer_state.json"))
+        if not self.args.save_only_model:  # without an optimizer training can't go on, so it isn't listed as whole
+            write_manifest(staged)
+        publish(target)
+        best = self.state.best_model_checkpoint
+        rotate(target, keep=self.args.save_total_limit, best=None if best is None else Path(best))
+
+    def _run_epoch(self, *arguments: Any, **named: Any) -> None:
+        """The base class's epoch; none for a run that is resumed after its last step, where that would add a step."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*arguments, **named)
+
+    # ------------------------------------------------------------------------------------------------- records
 
     def _push_record(self) -> None:
         """Hand the step's numbers to the log; scalars leave the device asynchronously."""
@@ -252,7 +303,8 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        state.compute_steps(args, state.max_steps)  # a resumed run has the intervals of its checkpoint until here
         self.trainer._step_began = time.perf_counter()
 
     def on_pre_optimizer_step(
