@@ -1,4 +1,4 @@
-"""Commands, streams and exit codes. ``slipstream.run`` is replaced: what the commands do is tested elsewhere."""
+"""Commands, streams and exit codes. What the commands call is replaced, being tested elsewhere."""
 
 import json
 import os
@@ -29,7 +29,7 @@ class Summary:
 
 @dataclass
 class FakeRun:
-    """Stands for ``slipstream.run``: records its calls, prints by every road there is, then raises or returns."""
+    """Stands for ``slipstream.run`` and ``results``: records calls, prints by every road, then raises or returns."""
 
     summary: Summary = field(default_factory=Summary)
     error: BaseException | None = None
@@ -61,11 +61,12 @@ class FakeRun:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     fake = FakeRun()
-    module = ModuleType("slipstream.run")
-    for name in ("train", "show_data", "generate"):
-        setattr(module, name, getattr(fake, name))
-    monkeypatch.setitem(sys.modules, "slipstream.run", module)
-    monkeypatch.setattr(slipstream, "run", module, raising=False)
+    for module_name, functions in {"run": ("train", "show_data"), "results": ("generate",)}.items():
+        module = ModuleType(f"slipstream.{module_name}")
+        for name in functions:
+            setattr(module, name, getattr(fake, name))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(slipstream, module_name, module, raising=False)
     return fake
 
 
@@ -163,7 +164,14 @@ def test_a_wrong_recipe_is_told_before_anything_starts(call: Any, run: FakeRun, 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["train"], ["trian", "x"], ["data", "RECIPE", "--rows", "0"], ["generate", "x"], ["train", "RECIPE", "--stes"]],
+    [
+        ["train"],
+        ["trian", "x"],
+        ["data", "RECIPE", "--rows", "0"],
+        ["generate", "x"],
+        ["merge", "x"],
+        ["train", "RECIPE", "--stes"],
+    ],
 )
 def test_wrong_usage_is_2(call: Any, run: FakeRun, recipe: str, arguments: list[str]) -> None:
     code, out, err = call(*[recipe if argument == "RECIPE" else argument for argument in arguments])
@@ -200,7 +208,7 @@ def test_stdout_is_back_after_a_fault(monkeypatch: pytest.MonkeyPatch, call: Any
 def test_version_and_commands(call: Any) -> None:
     assert call("--version")[1].startswith("slipstream 0.")
     _, out, _ = call("--help")
-    assert all(f"\n  {command} " in out for command in ("train", "data", "doctor", "generate"))
+    assert all(f"\n  {command} " in out for command in ("train", "data", "doctor", "generate", "merge"))
 
 
 def test_python_m_slipstream_is_the_same() -> None:

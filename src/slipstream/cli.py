@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -133,9 +133,9 @@ def generate(
 ) -> None:
     """Try the tuned model on a prompt."""
     with _output(as_json) as emit:
-        from slipstream import run
+        from slipstream import results
 
-        answer = run.generate(
+        answer = results.generate(
             run_folder,
             prompt=prompt,
             system=system,
@@ -147,6 +147,25 @@ def generate(
         emit({"prompt": prompt, "system": system, "answer": answer})
     if not as_json:
         print(answer)
+
+
+@app.command()
+def merge(
+    run_folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, as train wrote it.")],
+    out: Annotated[
+        str, typer.Option("--out", metavar="DIR", help="The folder to make; it must not exist, or be empty.")
+    ],
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option("--dtype", help="The merged weights' dtype; the base model's if not given."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the tuned model as one folder that transformers loads."""
+    with _output(as_json) as emit:
+        from slipstream import results
+
+        emit(results.merge(run_folder, out, dtype=dtype, console=_console(stderr=as_json)).to_dict())
 
 
 @bench_app.command("packing")

@@ -14,7 +14,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,8 @@ from slipstream.data.preview import preview
 from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator, PaddedCollator
 from slipstream.errors import InputError
-from slipstream.model.generate import generate_text
-from slipstream.model.load import load_model, load_tokenizer
-from slipstream.model.lora import load_adapter, trainable_summary
+from slipstream.model.load import load_tokenizer
+from slipstream.model.lora import trainable_summary
 from slipstream.prepare import Rows, build_model, prepare_rows, quiet_libraries
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
@@ -255,35 +254,6 @@ def show_data(recipe: Recipe, *, rows: int, console: Console) -> dict[str, Any]:
     return preview(prepared.rows, tokenizer, rows_shown=rows, console=console)
 
 
-def generate(
-    run_folder: str,
-    *,
-    prompt: str,
-    system: str | None,
-    max_tokens: int,
-    temperature: float,
-    seed: int,
-    console: Console,
-) -> str:
-    """Answer ``prompt`` with the model a run has tuned (an interrupted run: with its last checkpoint)."""
-    quiet_libraries()
-    folder = RunFolder.open(Path(run_folder))
-    recipe = recipe_of(folder)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    source = folder.adapter if recipe.adapter.kind == "lora" else folder.model
-    if not source.is_dir():
-        source = last_checkpoint(folder.checkpoints, console.print)
-        console.print(f"the run isn't finished: using {source}")
-    tokenizer = load_tokenizer(str(source), recipe.load)
-    if recipe.adapter.kind == "lora":
-        model = load_adapter(load_model(recipe.model, recipe.load, device=device), source)
-    else:
-        model = load_model(str(source), replace(recipe.load, revision=None), device=device)
-    return generate_text(
-        model, tokenizer, prompt, system=system, max_tokens=max_tokens, temperature=temperature, seed=seed
-    )
-
-
 # ------------------------------------------------------------------------------------------------ run.json
 
 
@@ -312,13 +282,6 @@ def describe_run(
         "eval_after": None,
         "best": None,
     }
-
-
-def recipe_of(folder: RunFolder) -> Recipe:
-    """The recipe that a run was started with."""
-    from slipstream.recipe import recipe_from_dict
-
-    return recipe_from_dict(folder.read_run()["recipe"])
 
 
 def _checkpoint_to_resume(folder: RunFolder, recipe: Recipe, console: Console) -> Path:

@@ -95,8 +95,9 @@ def merge_adapter(
 
 
 def weight_bytes(model: "PreTrainedModel") -> int:
-    """Bytes that the model's weights take, shared ones once."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+    """Bytes that the model's weights take in a file, shared ones once."""
+    sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()}
+    return sum(sizes.values())
 
 
 def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:

@@ -1,0 +1,159 @@
+"""What a run has made, put to use.
+
+``generate`` tries it, ``merge`` makes it a model folder of its own. Both take what the run has: the result of a
+finished run, the last checkpoint of one that isn't, and say so. The alternative, to refuse the latter, keeps people
+from trying a long run half-way.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+
+from slipstream.cost.hardware import Device, compute_dtype
+from slipstream.errors import InputError
+from slipstream.model.generate import generate_text
+from slipstream.model.load import load_model, load_tokenizer, stored_dtype
+from slipstream.model.lora import load_adapter
+from slipstream.model.merge import (
+    MergedDtype,
+    merge_adapter,
+    save_model,
+    unused_folder,
+    weight_bytes,
+    written_whole,
+)
+from slipstream.prepare import quiet_libraries
+from slipstream.recipe import Recipe, recipe_from_dict
+from slipstream.train.checkpoint import last_checkpoint
+from slipstream.train.records import RunFolder
+
+
+@dataclass(frozen=True)
+class MergeSummary:
+    """What ``merge`` wrote."""
+
+    out: str
+    """The model folder."""
+    source: str
+    """The adapter, model or checkpoint it was made from."""
+    base: str
+    """The model that was tuned."""
+    finished: bool
+    """Whether the run had finished; otherwise ``source`` is its last checkpoint."""
+    dtype: str
+    parameters: int
+    weight_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def generate(
+    run_folder: str,
+    *,
+    prompt: str,
+    system: str | None,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    console: Console,
+) -> str:
+    """Answer ``prompt`` with the model a run has tuned (an interrupted run: with its last checkpoint)."""
+    quiet_libraries()
+    folder = RunFolder.open(Path(run_folder))
+    recipe = recipe_of(folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    source, _ = tuned_weights(folder, recipe, console)
+    tokenizer = load_tokenizer(str(source), recipe.load)
+    if _is_lora(recipe):
+        model = load_adapter(load_model(recipe.model, recipe.load, device=device), source)
+    else:
+        model = load_model(str(source), replace(recipe.load, revision=None), device=device)
+    return generate_text(
+        model, tokenizer, prompt, system=system, max_tokens=max_tokens, temperature=temperature, seed=seed
+    )
+
+
+def merge(run_folder: str, out: str, *, dtype: MergedDtype | None, console: Console) -> MergeSummary:
+    """Write what a run has tuned as one model folder, which plain transformers loads; on the CPU.
+
+    ``dtype``: of its weights, the base checkpoint's if None. Raises ``InputError``.
+    """
+    quiet_libraries()
+    folder = RunFolder.open(Path(run_folder))
+    target = unused_folder(Path(out))
+    recipe = recipe_of(folder)
+    source, finished = tuned_weights(folder, recipe, console)
+    with written_whole(target) as built:
+        tokenizer = load_tokenizer(str(source), recipe.load)
+        console.print(f"merging {source} into {recipe.model}" if _is_lora(recipe) else f"reading {source}")
+        make = _merged if _is_lora(recipe) else _converted
+        model = make(folder, recipe, source, dtype)
+        save_model(model, tokenizer, built)
+    summary = MergeSummary(
+        out=str(target),
+        source=str(source),
+        base=recipe.model,
+        finished=finished,
+        dtype=str(model.dtype).removeprefix("torch."),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        weight_bytes=weight_bytes(model),
+    )
+    console.print(f"{summary.parameters:,} parameters in {summary.dtype} saved in {target}")
+    return summary
+
+
+def recipe_of(folder: RunFolder) -> Recipe:
+    """The recipe that a run was started with."""
+    return recipe_from_dict(folder.read_run()["recipe"])
+
+
+def tuned_weights(folder: RunFolder, recipe: Recipe, console: Console) -> tuple[Path, bool]:
+    """The folder of what a run has tuned, and whether it had finished; if not, its last checkpoint, and it is said."""
+    result = folder.adapter if _is_lora(recipe) else folder.model
+    if result.is_dir():
+        return result, True
+    try:
+        checkpoint = last_checkpoint(folder.checkpoints, console.print)
+    except InputError as error:
+        raise InputError(
+            f"'{folder.path}' has no {result.name} yet, and no whole checkpoint ({error}); "
+            "let it train to its end, or to a checkpoint (train.save_every)"
+        ) from error
+    console.print(f"the run isn't finished: using {checkpoint}")
+    return checkpoint, False
+
+
+def _is_lora(recipe: Recipe) -> bool:
+    return recipe.adapter.kind == "lora"
+
+
+def _merged(folder: RunFolder, recipe: Recipe, adapter: Path, dtype: MergedDtype | None) -> Any:
+    """The base with the adapter: added to as it is stored where that is the dtype asked for, else in float32."""
+    record = folder.read_run()
+    stored = _base_dtype(recipe, record, remedy="put it back, or merge in the folder that the run was started in")
+    wanted = dtype or stored
+    base = load_model(recipe.model, replace(recipe.load, dtype=wanted if wanted == stored else "float32"))
+    parameters = record["parameters"]
+    base_parameters = parameters["total"] - parameters["trainable"]  # a run with an adapter trains what it adds
+    return merge_adapter(base, adapter, dtype=wanted, base_parameters=base_parameters)
+
+
+def _converted(folder: RunFolder, recipe: Recipe, model: Path, dtype: MergedDtype | None) -> Any:
+    """The fully tuned model; its base is asked for nothing but its dtype."""
+    wanted = dtype or _base_dtype(recipe, folder.read_run(), remedy="put it back, or give the merged model's --dtype")
+    return load_model(str(model), replace(recipe.load, revision=None, dtype=wanted))
+
+
+def _base_dtype(recipe: Recipe, record: dict[str, Any], *, remedy: str) -> MergedDtype:
+    """The base checkpoint's dtype; the one it was trained in where the checkpoint names none (a GGUF file doesn't)."""
+    try:
+        stored = stored_dtype(recipe.model, recipe.load)
+    except InputError as error:
+        raise InputError(f"the run's base model is not to be had ({error}); {remedy}") from error
+    trained_in = compute_dtype(Device(**record["device"])) if recipe.load.dtype == "auto" else recipe.load.dtype
+    return cast(MergedDtype, stored or trained_in)

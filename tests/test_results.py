@@ -1,0 +1,264 @@
+"""``merge`` from the command line, and ``generate``: a run trained here becomes a model that transformers loads."""
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slipstream import cli, results
+from slipstream.recipe import load_recipe
+from slipstream.run import train
+from slipstream.train.interrupt import StopRequest
+from tiny import CHATML, tiny_model, tiny_tokenizer
+from tiny_gguf import write_gguf
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def merge(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    def command(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["slipstream", "merge", *map(str, arguments)])
+        code: Any = 0
+        capfd.readouterr()
+        try:
+            cli.main()
+        except SystemExit as left:
+            code = left.code
+        out, err = capfd.readouterr()
+        return int(code or 0), out, err
+
+    return command
+
+
+def base_of(folder: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
+    tiny_model(**overrides).to(dtype).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def run_of(folder: Path, base: Path, *overrides: str) -> Path:
+    """A run of two steps in ``folder/run``."""
+    rows = folder / "rows.jsonl"
+    pairs = [{"prompt": f"{i} + {i}", "completion": str(2 * i)} for i in range(40)]
+    rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    path = folder / "recipe.yaml"
+    path.write_text(f"model: {base}\ndata: {{train: {rows}}}\noutput: {folder / 'run'}\n")
+    short = ["train.steps=2", "packing.tokens=256", "train.learning_rate=0.05", "load.dtype=float32"]
+    train(load_recipe(path, [*short, *overrides]), resume=False, console=Console(file=io.StringIO()))
+    return folder / "run"
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(60)[None]).logits
+
+
+def plain(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [[], ["adapter.rslora=true", "adapter.modules_to_save=[lm_head]"], ["adapter.kind=none"]],
+    ids=["lora", "rslora and head", "full"],
+)
+def test_a_run_becomes_a_model(overrides: list[str], tmp_path: Path, merge: Command) -> None:
+    base = base_of(tmp_path / "base", tie_word_embeddings=True)
+    run, out = run_of(tmp_path, base, *overrides), tmp_path / "merged" / "model"
+    code, printed, err = merge(run, "--out", out, "--json")
+    assert code == 0, err
+    full = overrides == ["adapter.kind=none"]
+    source = run / ("model" if full else "adapter")
+    expected = logits(plain(source) if full else PeftModel.from_pretrained(plain(base), source))
+    merged = AutoModelForCausalLM.from_pretrained(out)
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-5)
+    assert (expected - logits(plain(base))).abs().max() > 0.01  # something was learned
+    assert AutoTokenizer.from_pretrained(out).chat_template == CHATML
+    assert (out / "generation_config.json").is_file()
+    assert json.loads(printed) == {
+        "out": str(out),
+        "source": str(source),
+        "base": str(base),
+        "finished": True,
+        "dtype": "float32",
+        "parameters": sum(parameter.numel() for parameter in merged.parameters()),
+        "weight_bytes": sum(t.numel() * t.element_size() for t in load_file(out / "model.safetensors").values()),
+    }
+
+
+@pytest.mark.parametrize("kind", ["lora", "none"])
+def test_the_dtype_is_the_bases_unless_said(kind: str, tmp_path: Path, merge: Command) -> None:
+    base = base_of(tmp_path / "base", torch.bfloat16)
+    run = run_of(tmp_path, base, f"adapter.kind={kind}")
+    code, printed, err = merge(run, "--out", tmp_path / "as-base")
+    assert code == 0, err
+    assert "parameters in bfloat16 saved in" in printed
+    assert merge(run, "--out", tmp_path / "said", "--dtype", "float32")[0] == 0
+    as_base, said = load_file(tmp_path / "as-base/model.safetensors"), load_file(tmp_path / "said/model.safetensors")
+    assert {tensor.dtype for tensor in said.values()} == {torch.float32}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "as-base").dtype == torch.bfloat16
+    assert all(torch.equal(as_base[name], said[name].bfloat16()) for name in said)  # rounded once
+    assert any(not torch.equal(as_base[name].float(), said[name]) for name in said)
+
+
+def test_a_gguf_base(tmp_path: Path, merge: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = write_gguf(tmp_path / "tiny.gguf")
+    run, out = run_of(tmp_path, file), tmp_path / "out"
+    code, printed, err = merge(run, "--out", out)
+    assert code == 0, err
+    assert "in float32 saved" in printed  # as it was trained
+    direct = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    before = logits(direct)
+    expected = logits(PeftModel.from_pretrained(direct, run / "adapter"))
+    merged = AutoModelForCausalLM.from_pretrained(out)
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-5)
+    assert (expected - before).abs().max() > 0.01
+    assert "quantization_config" not in (out / "config.json").read_text()
+    assert AutoTokenizer.from_pretrained(out).chat_template == CHATML
+
+
+def test_an_interrupted_run_gives_its_last_checkpoint(
+    tmp_path: Path, merge: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop_after_the_second(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            self.signal = 15
+            control.should_save = control.should_training_stop = True
+
+    monkeypatch.setattr(StopRequest, "on_step_end", stop_after_the_second)
+    base = base_of(tmp_path / "base")
+    run, out = run_of(tmp_path, base, "train.steps=9", "train.save_every=1", "train.epochs=9"), tmp_path / "out"
+    assert not (run / "adapter").exists()
+    code, printed, err = merge(run, "--out", out, "--json")
+    assert code == 0, err
+    checkpoint = run / "checkpoints" / "checkpoint-2"
+    assert f"the run isn't finished: using {checkpoint}" in err
+    assert (json.loads(printed)["finished"], json.loads(printed)["source"]) == (False, str(checkpoint))
+    expected = logits(PeftModel.from_pretrained(plain(base), checkpoint))
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(out)), expected, rtol=0, atol=1e-5)
+
+
+def test_generate_answers_with_the_tuned_model(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def answer(model: Any, tokenizer: Any, prompt: str, **options: Any) -> str:
+        seen.update(options, logits=logits(model), chat_template=tokenizer.chat_template)
+        return prompt[::-1]
+
+    monkeypatch.setattr(results, "generate_text", answer)
+    options: dict[str, Any] = {"system": "s", "max_tokens": 3, "temperature": 0.5, "seed": 7}
+    console = Console(file=io.StringIO())
+    assert results.generate(str(finished / "run"), prompt="abc", console=console, **options) == "cba"
+    expected = logits(PeftModel.from_pretrained(plain(finished / "base"), finished / "run" / "adapter"))
+    torch.testing.assert_close(seen.pop("logits"), expected)
+    assert seen == {**options, "chat_template": CHATML}
+
+
+# Bad input
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``base`` and the finished ``run``; tests change copies."""
+    folder = tmp_path_factory.mktemp("finished")
+    run_of(folder, base_of(folder / "base"))
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A run whose base lies beside it, both to be changed at will."""
+    shutil.copytree(finished / "base", tmp_path / "base")
+    shutil.copytree(finished / "run", tmp_path / "run")
+    record = (tmp_path / "run/run.json").read_text()
+    (tmp_path / "run/run.json").write_text(record.replace(str(finished / "base"), str(tmp_path / "base")))
+    return tmp_path / "run"
+
+
+def refused(answer: tuple[int, str, str]) -> str:
+    """The one message of a refusal."""
+    code, out, err = answer
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+    return err.splitlines()[-1]
+
+
+def test_no_run(merge: Command, tmp_path: Path) -> None:
+    assert "is not a folder; give the output folder of a run" in refused(
+        merge(tmp_path / "none", "--out", tmp_path / "out", "--json")
+    )
+    assert "is not a run (it has no run.json)" in refused(merge(tmp_path, "--out", tmp_path / "out", "--json"))
+
+
+def test_out_is_not_empty(run: Path, merge: Command, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in (run / "adapter").iterdir()}
+    message = refused(merge(run, "--out", run / "adapter", "--json"))
+    assert "is not empty ('README.md' and" in message
+    assert "choose another --out, or empty it" in message
+    assert {path: path.read_bytes() for path in (run / "adapter").iterdir()} == before
+
+
+@pytest.mark.parametrize(("kind", "result"), [("lora", "adapter"), ("none", "model")])
+def test_nothing_tuned_yet(kind: str, result: str, run: Path, merge: Command, tmp_path: Path) -> None:
+    shutil.rmtree(run / "adapter")
+    shutil.rmtree(run / "checkpoints")
+    record = json.loads((run / "run.json").read_text())
+    record["recipe"]["adapter"]["kind"] = kind
+    (run / "run.json").write_text(json.dumps(record))
+    message = refused(merge(run, "--out", tmp_path / "out", "--json"))
+    assert f"has no {result} yet, and no whole checkpoint" in message
+    assert "train.save_every" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_base_is_gone(run: Path, merge: Command, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "base")
+    message = refused(merge(run, "--out", tmp_path / "out", "--dtype", "float32", "--json"))
+    assert f"the run's base model is not to be had (model: {tmp_path / 'base'} does not exist" in message
+    assert message.endswith("put it back, or merge in the folder that the run was started in")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_full_run_needs_its_base_for_the_dtype_alone(tmp_path: Path, merge: Command) -> None:
+    run, out = run_of(tmp_path, base_of(tmp_path / "base"), "adapter.kind=none"), tmp_path / "out"
+    shutil.rmtree(tmp_path / "base")
+    assert refused(merge(run, "--out", out, "--json")).endswith("put it back, or give the merged model's --dtype")
+    assert merge(run, "--out", out, "--dtype", "float16")[0] == 0
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.float16
+
+
+@pytest.mark.parametrize("other", [{"num_hidden_layers": 3}, {"hidden_size": 48}, {"num_hidden_layers": 1}])
+def test_the_base_is_another(other: dict[str, int], run: Path, merge: Command, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "base")
+    base_of(tmp_path / "base", **other)
+    message = refused(merge(run, "--out", tmp_path / "out", "--json"))
+    assert "adapter was trained on a model of" in message
+    assert message.endswith("use the base model it was trained on")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
+
+
+def test_no_space(run: Path, merge: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    message = refused(merge(run, "--out", tmp_path / "out", "--json"))
+    assert f"the merged model takes 0.07 GB, and {tmp_path} has 0.00 GB free; make room" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
+
+
+def test_a_dtype_that_is_none(run: Path, merge: Command, tmp_path: Path) -> None:
+    code, _, err = merge(run, "--out", tmp_path / "out", "--dtype", "int8")
+    assert code == 2
+    assert "int8" in err
+    assert "bfloat16" in err
