@@ -1,10 +1,11 @@
 """Runs that are killed at chosen moments with SIGKILL and go on: ``python killed.py FOLDER`` writes FOLDER/told.json.
 
-One process imports everything and computes nothing; each attempt is a fork of it that starts, or resumes, a run. What
-kills it stands at a chosen call, so that every moment is met, and always the same.
+One process trains to the end; each attempt is a fork of it that starts, or resumes, a run. What kills it stands at a
+chosen call, so that every moment is met, and always the same.
 """
 
 import gc
+import io
 import json
 import os
 import shutil
@@ -186,14 +187,13 @@ def main(folder: Path) -> None:
         for number, arm in enumerate(attempts):
             if number and between is not None:
                 between(recipe)
-            if not number or (Path(recipe.output) / "run.json").exists():
-                statuses.append(attempt(recipe, bool(number), arm, folder / f"{name}.log"))
+            statuses.append(attempt(recipe, bool(number), arm, folder / f"{name}.log"))
         told[name] = statuses
 
     slipstream.run.write_report = lambda path: path / "report.html"  # half of an attempt's time, and tested elsewhere
-    gc.freeze()  # the forks needn't look through what is here
     (folder / "runs").mkdir()
-    run("never", [None])
+    slipstream.run.train(recipe_in(folder, "never"), resume=False, console=Console(file=io.StringIO()))
+    gc.freeze()  # the forks needn't look through what is here
     for name, arms in MOMENTS.items():
         run(name, [*arms, None])
     run("damaged", [at_call(Trainer, "training_step", 15), None], damage_newest)

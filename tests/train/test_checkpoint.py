@@ -1,11 +1,25 @@
-"""Which checkpoint a run goes on from: the newest whole one, by number and not by name."""
+"""Which checkpoint a run goes on from: the newest whole one, by number and not by name; and what makes one whole."""
 
+import errno
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from slipstream import InputError
-from slipstream.train.checkpoint import NEEDED, WEIGHTS, checkpoint_step, is_whole, last_checkpoint
+from slipstream.train.checkpoint import (
+    MANIFEST,
+    NEEDED,
+    WEIGHTS,
+    checkpoint_step,
+    damage,
+    is_whole,
+    last_checkpoint,
+    rotate,
+    write_manifest,
+)
 
 WHOLE = (*NEEDED, WEIGHTS[0])
 
@@ -60,3 +74,118 @@ def test_without_one_the_remedy_is_named(tmp_path: Path, there: bool) -> None:
 )
 def test_steps_of_names(name: str, step: int) -> None:
     assert checkpoint_step(Path(name)) == step
+
+
+# ------------------------------------------------------------------------------------------------------- the manifest
+
+
+def listed(folder: Path, name: str, files: tuple[str, ...] = WHOLE) -> Path:
+    made = save(folder, name, files)
+    (made / "inner").mkdir()
+    (made / "inner/shard.bin").write_bytes(b"abc")
+    write_manifest(made)
+    return made
+
+
+def flip(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+
+
+def edit(**changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        (folder / MANIFEST).write_text(json.dumps({**manifest, **changes}))
+
+    return change
+
+
+def test_a_manifest_lists_every_file(tmp_path: Path) -> None:
+    folder = listed(tmp_path, "checkpoint-7")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert manifest["step"] == 7
+    assert sorted(manifest["files"]) == sorted([*WHOLE, "inner/shard.bin"])
+    assert manifest["files"]["inner/shard.bin"] == {
+        "bytes": 3,
+        "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+    }
+    assert damage(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda folder: flip(folder / "optimizer.pt"), "optimizer.pt holds other bytes than were saved"),
+        (lambda folder: flip(folder / "inner/shard.bin"), "shard.bin holds other bytes than were saved"),
+        (lambda folder: (folder / "optimizer.pt").write_text("." * 1200), "optimizer.pt has 1,200 bytes and should"),
+        (lambda folder: (folder / "rng_state.pth").write_text(""), "rng_state.pth has 0 bytes and should have 2"),
+        (lambda folder: (folder / "scheduler.pt").unlink(), "scheduler.pt is missing"),
+        (lambda folder: (folder / MANIFEST).write_text('{"format": 1, '), "slipstream.json cannot be read: JSONDec"),
+        (lambda folder: (folder / MANIFEST).write_text("[]"), "slipstream.json cannot be read: TypeError"),
+        (lambda folder: (folder / MANIFEST).write_text("{}"), "slipstream.json cannot be read: KeyError: 'format'"),
+        (edit(files=None), "slipstream.json cannot be read: TypeError"),
+        (edit(files={"optimizer.pt": 3}), "slipstream.json cannot be read: TypeError"),
+        (edit(files={}), "slipstream.json does not list trainer_state.json"),
+        (edit(format=2), "slipstream.json has format 2, and this version reads 1"),
+        (edit(step=5), "slipstream.json is of step 5"),
+    ],
+)  # fmt: skip
+def test_damage_is_named_and_the_one_before_it_taken(tmp_path: Path, harm: Callable[[Path], None], told: str) -> None:
+    whole, harmed = listed(tmp_path, "checkpoint-6"), listed(tmp_path, "checkpoint-9")
+    harm(harmed)
+    sentences: list[str] = []
+    assert last_checkpoint(tmp_path, sentences.append) == whole
+    assert len(sentences) == 1
+    assert sentences[0].startswith(f"checkpoint-9 is damaged ({told}")
+    assert sentences[0].endswith("; passed over")
+    assert not is_whole(harmed)
+    shutil.rmtree(whole)
+    with pytest.raises(InputError) as caught:
+        last_checkpoint(tmp_path)
+    assert f"no whole checkpoint to resume from: checkpoint-9 is damaged ({told}" in str(caught.value)
+
+
+def test_a_disk_that_cannot_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harmed = listed(tmp_path, "checkpoint-9")
+    inner = Path.open
+
+    def broken(path: Path, *arguments: object, **named: object) -> object:
+        if path.name == "optimizer.pt":
+            raise OSError(errno.EIO, "Input/output error")
+        return inner(path, *arguments, **named)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", broken)
+    assert damage(harmed) == "optimizer.pt cannot be read: Input/output error"
+
+
+def test_files_of_other_ranks_need_no_list_of_names(tmp_path: Path) -> None:
+    names = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", WEIGHTS[0])
+    assert is_whole(listed(tmp_path, "checkpoint-3", names))
+    assert not is_whole(save(tmp_path, "checkpoint-4", names))  # without its manifest nobody knows
+
+
+# ----------------------------------------------------------------------------------------------------------- rotation
+
+
+@pytest.mark.parametrize(
+    ("steps", "saved", "keep", "best", "left"),
+    [
+        ((3, 6, 9), 9, 2, None, {6, 9}),
+        ((3, 6, 9), 9, 1, None, {9}),
+        ((3, 6, 9), 9, 5, None, {3, 6, 9}),
+        ((3, 6, 9), 9, None, None, {3, 6, 9}),
+        ((3, 6, 9), 9, 2, 3, {3, 9}),
+        ((3, 6, 9), 9, 1, 3, {3, 9}),
+        ((3, 6, 9, 12), 6, 1, None, {6}),  # what comes later was damaged when the run went on from 3
+        ((3, 6, 9, 12), 6, 2, None, {3, 6}),
+        ((9, 10, 100), 100, 2, None, {10, 100}),
+    ],
+)
+def test_rotation(
+    tmp_path: Path, steps: tuple[int, ...], saved: int, keep: int | None, best: int | None, left: set[int]
+) -> None:
+    for step in reversed(steps):
+        save(tmp_path, f"checkpoint-{step}")
+    save(tmp_path, "checkpoint-mine")
+    rotate(tmp_path / f"checkpoint-{saved}", keep=keep, best=best and tmp_path / f"checkpoint-{best}")  # type: ignore[arg-type]
+    assert {path.name for path in tmp_path.iterdir()} == {f"checkpoint-{step}" for step in left} | {"checkpoint-mine"}

@@ -17,8 +17,8 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -108,27 +108,46 @@ def rotate(saved: Path, *, keep: int | None, best: Path | None) -> None:
 def _damage_by_manifest(folder: Path) -> str | None:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        version, step, files = manifest["format"], manifest["step"], dict(manifest["files"])
+        version, step, entries = manifest["format"], manifest["step"], dict(manifest["files"])
+        files = [_Listed(folder / name, int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"
     if version != MANIFEST_FORMAT:
         return f"{MANIFEST} has format {version!r}, and this version reads {MANIFEST_FORMAT}"
     if step != checkpoint_step(folder):
         return f"{MANIFEST} is of step {step!r}"
+    if NEEDED[0] not in entries:
+        return f"{MANIFEST} does not list {NEEDED[0]}"
+    sizes = next(filter(None, map(_damaged_size, files)), None)
+    if sizes is not None:
+        return sizes  # found without reading gigabytes
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return next(filter(None, pool.map(lambda item: _damage_of(folder / item[0], item[1]), files.items())), None)
+        return next(filter(None, pool.map(_damaged_bytes, files)), None)
 
 
-def _damage_of(path: Path, listed: dict[str, Any]) -> str | None:
+@dataclass(frozen=True)
+class _Listed:
+    """A file as the manifest has it."""
+
+    path: Path
+    size: int
+    sha256: str
+
+
+def _damaged_size(file: _Listed) -> str | None:
     try:
-        size = path.stat().st_size
-        if size != listed["bytes"]:
-            return f"{path.name} has {size:,} bytes and should have {listed['bytes']:,}"
-        return None if _digest(path) == listed["sha256"] else f"{path.name} holds other bytes than were saved"
+        size = file.path.stat().st_size
     except FileNotFoundError:
-        return f"{path.name} is missing"
+        return f"{file.path.name} is missing"
+    return None if size == file.size else f"{file.path.name} has {size:,} bytes and should have {file.size:,}"
+
+
+def _damaged_bytes(file: _Listed) -> str | None:
+    try:
+        same = _digest(file.path) == file.sha256
     except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
+        return f"{file.path.name} cannot be read: {error.strerror}"
+    return None if same else f"{file.path.name} holds other bytes than were saved"
 
 
 def _digest(path: Path) -> str:
