@@ -24,6 +24,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 
 from slipstream.device.segments import Segments
@@ -218,8 +219,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             staging_for(target)
         self.accelerator.wait_for_everyone()
         self._saving = True
-        super()._save_checkpoint(model, trial)  # finds no older checkpoint there, so it removes none
-        self._saving = False
+        try:
+            super()._save_checkpoint(model, trial)  # finds no older checkpoint there, so it removes none
+        finally:
+            self._saving = False
         self._name_best(target)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
@@ -246,7 +249,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _publish_checkpoint(self, target: Path) -> None:
         staged = target.parent / SAVING / target.name
-        self.state.save_to_json(str(staged / "trainer_state.json"))
+        self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
         if not self.args.save_only_model:  # without an optimizer training can't go on, so it isn't listed as whole
             write_manifest(staged)
         publish(target)
