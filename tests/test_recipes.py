@@ -63,3 +63,24 @@ def test_a_recipe_goes_the_whole_road(path: Path, base: Path, tmp_path: Path) ->
     with torch.no_grad():
         assert not torch.allclose(tuned(input_ids=ids).logits, original(input_ids=ids).logits)
     assert AutoTokenizer.from_pretrained(result).chat_template == tiny_tokenizer().chat_template
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [("{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}", None), ("none", "")],
+    ids=["inline", "none"],
+)
+def test_the_tuned_model_is_asked_by_the_template_it_was_taught_with(
+    asked: str, kept: str | None, base: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}?", "completion": "yes"}) + "\n" for i in range(20)))
+    template = tmp_path / "template.jinja"
+    template.write_text(asked)
+    given = asked if asked == "none" else str(template)
+    overrides = [f"model={base}", f"data.train={rows}", f"output={tmp_path / 'run'}", f"data.chat_template={given}"]
+    short = ["train.steps=1", "packing.tokens=128", "data.eval=null", "load.dtype=float32"]
+    recipe = load_recipe(RECIPES[0], [*overrides, *short])
+    train(recipe, resume=False, console=Console(file=io.StringIO()))
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter").chat_template
+    assert (saved or "") == (asked if kept is None else kept)

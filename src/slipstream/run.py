@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PrinterCallback
 
 from slipstream.cost.hardware import compute_dtype, describe
+from slipstream.data.learn import use_template
 from slipstream.data.packing import PackingReport
 from slipstream.data.preview import preview
 from slipstream.decision import Decision
@@ -83,6 +84,7 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
     tokenizer = load_tokenizer(recipe.model, recipe.load)
     train_rows = prepare_rows(recipe, recipe.data.train, tokenizer, console)
     eval_rows = prepare_rows(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
+    use_template(tokenizer, recipe.data.chat_template)
 
     console.print(f"loading {recipe.model}")
     model = build_model(recipe, device)

@@ -299,6 +299,15 @@ def renderer_for(tokenizer: Any, format_name: str, chat_template: str | None, le
     return Renderer(tokenizer, template, wanted, tool_template)  # type: ignore[arg-type]
 
 
+def use_template(tokenizer: Any, chat_template: str | None) -> None:
+    """Give ``tokenizer`` the recipe's ``chat_template``, so that the tuned model is asked as it was taught.
+
+    ``none`` takes its template away; None leaves it.
+    """
+    if chat_template is not None:
+        tokenizer.chat_template = _templates(tokenizer, chat_template)[0]
+
+
 def _templates(tokenizer: Any, chat_template: str | None) -> tuple[str | None, str | None]:
     """The template to use (inline, from a file, or the tokenizer's; none for plain text), and the one for tools."""
     if chat_template == "none":
