@@ -1,5 +1,6 @@
 """Keep or recompute: what is asked for is done, and ``auto`` keeps what fits."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 
 from slipstream.cost.estimate import kept_activation_bytes, loss_bytes
 from slipstream.cost.hardware import Device
-from slipstream.memory.policy import MARGIN, choose_activations, free_bytes
+from slipstream.memory import policy
+from slipstream.memory.policy import MARGIN, choose_activations
 
 CONFIG = SimpleNamespace(
     hidden_size=64,
@@ -54,5 +56,17 @@ def test_auto_keeps_up_to_the_margin_and_not_beyond() -> None:
     assert "don't fit 80%" in decision.reason
 
 
-def test_a_host_has_its_memory() -> None:
-    assert free_bytes(device(12345)) == 12345
+def test_a_hosts_limit_binds_and_is_what_the_reason_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = kept_activation_bytes(CONFIG, 4096) + loss_bytes(CONFIG, 4096, whole_logits=False)
+    whole = device(100 * needed)
+    assert not choose_activations("auto", CONFIG, whole, 4096)[0]  # the machine itself has room
+    monkeypatch.setattr(policy, "host_memory_limit", lambda: needed)
+    recompute, decision = choose_activations("auto", CONFIG, whole, 4096)
+    assert recompute
+    assert f"80% of the {needed / 2**30:.1f} GiB free" in decision.reason
+
+
+def test_a_cards_free_memory_is_what_torch_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = replace(device(2**60), kind="cuda")
+    monkeypatch.setattr(policy, "free_bytes", lambda _: 5 * 2**30)
+    assert "of the 5.0 GiB free" in choose_activations("auto", CONFIG, card, 4096)[1].reason

@@ -8,10 +8,10 @@ import torch
 
 from slipstream.bench.packing_arms import Workbench
 from slipstream.cost.estimate import dense_mask_bytes, kept_activation_bytes, loss_bytes
-from slipstream.cost.hardware import describe, host_memory_limit
+from slipstream.cost.hardware import free_bytes
 from slipstream.device.segments import LARGEST_MASK_BYTES
 from slipstream.errors import InputError
-from slipstream.memory.policy import MARGIN, free_bytes
+from slipstream.memory.policy import MARGIN
 
 GIB = 2**30
 PUBLISHED_ROW = 2048
@@ -46,7 +46,7 @@ def needed_bytes(bench: Workbench, tokens: int, recompute: bool) -> int:
 
 def bench_free_bytes(device: torch.device) -> int:
     """Bytes free for a step on this device."""
-    return free_bytes(describe(device)) if device.type == "cuda" else host_memory_limit()
+    return free_bytes(device)
 
 
 def default_tokens(bench: Workbench) -> tuple[int, ...]:

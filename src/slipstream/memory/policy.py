@@ -7,10 +7,8 @@ arithmetic with frozen weights). ``auto`` keeps where the prediction fits the de
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from slipstream.cost.estimate import kept_activation_bytes, loss_bytes
-from slipstream.cost.hardware import Device
+from slipstream.cost.hardware import Device, free_bytes, host_memory_limit
 from slipstream.decision import Decision
 
 ActivationsChoice = Literal["auto", "keep", "recompute"]
@@ -39,7 +37,7 @@ def choose_activations(
     if tokens is None:
         return False, Decision("recompute", False, "batch size not known here, so activations are kept")
     needed = kept_activation_bytes(config, tokens) + loss_bytes(config, tokens, whole_logits=False)
-    free = free_bytes(device)
+    free = _free_on(device)
     recompute = needed > MARGIN * free
     verb = "don't fit" if recompute else "fit"
     reason = (
@@ -49,9 +47,6 @@ def choose_activations(
     return recompute, Decision("recompute", recompute, reason)
 
 
-def free_bytes(device: Device) -> int:
-    """Bytes free for activations: on a card what it and its allocator have free, else the host's limit."""
-    if device.kind != "cuda":
-        return device.memory_bytes
-    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return torch.cuda.mem_get_info()[0] + cached
+def _free_on(device: Device) -> int:
+    """Bytes free for activations: a card's, as torch tells it, or what this process may use of a host's memory."""
+    return free_bytes("cuda") if device.kind == "cuda" else min(device.memory_bytes, host_memory_limit())
