@@ -6,7 +6,7 @@ import pytest
 
 from slipstream import InputError
 from slipstream.train import arguments
-from slipstream.train.arguments import TRACKERS, check_trackers, training_arguments
+from slipstream.train.arguments import TRACKERS, check_schedule, check_trackers, training_arguments
 from slipstream.train.options import TrainOptions
 
 
@@ -37,3 +37,14 @@ def test_schedules(tmp_path: Path, schedule: str, kind: str) -> None:
     assert args.get_warmup_steps(50) == 5
     assert args.per_device_train_batch_size == 2
     assert args.save_total_limit == options.keep + 1  # the best one besides
+
+
+def test_a_warm_up_that_takes_the_whole_run_is_told() -> None:
+    options = TrainOptions(warmup=20, epochs=2)
+    check_schedule(options, 21)
+    for steps in (20, 3):
+        with pytest.raises(InputError, match=rf"train\.warmup: 20 steps >= the run's {steps}, .* raise train\.epochs"):
+            check_schedule(options, steps)
+    check_schedule(TrainOptions(warmup=0.5), 1)  # a share is never all of it
+    with pytest.raises(InputError, match=r"raise train\.steps"):
+        check_schedule(TrainOptions(warmup=1, steps=1), 1)

@@ -61,6 +61,16 @@ def check_trackers(options: TrainOptions) -> None:
             )
 
 
+def check_schedule(options: TrainOptions, steps: int) -> None:
+    """Raises ``InputError`` where the warm-up takes all of the run's ``steps``; known once its rows are counted."""
+    if options.warmup >= 1 and options.warmup >= steps:
+        longer = "train.epochs" if options.steps is None else "train.steps"
+        raise InputError(
+            f"train.warmup: {options.warmup:g} steps >= the run's {steps:,}, so the learning rate would never reach "
+            f"its peak; lower train.warmup (below 1 it is a share of the steps) or raise {longer}"
+        )
+
+
 class KeepBest(TrainerCallback):  # type: ignore[misc]
     """Saves a checkpoint whenever an evaluation beats all before it; transformers then keeps that one besides."""
 
