@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -6,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -13,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from slipstream.errors import InputError
 from slipstream.model import gguf
 from slipstream.model.load import LoadOptions, load, load_model, load_tokenizer
+from slipstream.model.lora import AdapterOptions, add_adapter, load_adapter
 from tiny import CHATML
 from tiny_gguf import write_gguf
 
@@ -146,6 +150,37 @@ def test_no_space_while_writing_leaves_nothing(
         load_model(str(file), FLOAT32)
     assert [path.name for path in cache.glob("*/*")] == ["tokenizer"]
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize(("written", "named"), [("tiny.gguf", "./tiny.gguf"), ("./tiny.gguf", "./tiny.gguf")])
+def test_an_adapters_config_and_card_name_the_file_and_not_the_cache(
+    file: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, named: str
+) -> None:
+    monkeypatch.chdir(file.parent)
+    model = load_model(written, FLOAT32)
+    assert model.name_or_path == model.config.name_or_path == named
+    with pytest.raises(HFValidationError):
+        validate_repo_id(named)  # peft looks a hub id up at every save
+    adapted = add_adapter(model, AdapterOptions(), seed=0)
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == named
+    card = (tmp_path / "adapter/README.md").read_text()
+    assert f"base_model: {named}" in card
+    assert str(cache) not in card
+    again = load_adapter(load_model(written, FLOAT32), tmp_path / "adapter")
+    torch.testing.assert_close(logits(again), logits(adapted), rtol=0, atol=0)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_told_by_its_name(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file / "cache"))  # a folder in a file
+    for function in (load_model, load_tokenizer):
+        with pytest.raises(
+            InputError,
+            match=r"the cache folder .*tiny\.gguf/cache/slipstream/models/\w+ cannot be made .*XDG_CACHE_HOME",
+        ):
+            function(str(file), FLOAT32)
 
 
 def test_two_processes_converting_at_once_both_succeed(tmp_path: Path) -> None:

@@ -87,14 +87,23 @@ def _once(target: Path, write: Callable[[Path], None]) -> Path:
     """Fill ``target`` by ``write`` unless it is there: in a folder beside it, renamed when complete."""
     if target.is_dir():
         return target
-    with _space_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
-            built = Path(scratch) / target.name
-            built.mkdir()
-            write(built)
-            _publish(built, target)
+    _make_cache(target.parent)
+    with _space_errors(target), tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
+        built = Path(scratch) / target.name
+        built.mkdir()
+        write(built)
+        _publish(built, target)
     return target
+
+
+def _make_cache(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"model: the cache folder {folder} cannot be made ({error.strerror}); "
+            "set XDG_CACHE_HOME to a folder that you can write to"
+        ) from error
 
 
 def _publish(built: Path, target: Path) -> None:

@@ -123,6 +123,8 @@ def _model(source: _Source, options: LoadOptions, trainable: bool, device: "torc
             name, config=config, dtype=getattr(torch, dtype), output_loading_info=True, **_arguments(options)
         )
     _refuse_missing(source.name, sorted(info["missing_keys"]))
+    if source.file is not None:  # an adapter's config names its base by this: the user's file, not the cache's folder
+        model.name_or_path = model.config.name_or_path = source.name
     loaded: PreTrainedModel = model.to(device)
     return loaded
 
@@ -153,10 +155,15 @@ def _locate(model: str) -> _Source:
     if path.is_dir():
         return _Source(str(path), local=True)
     if path.is_file():
-        return _Source(str(path), local=True, file=gguf.open_gguf(path))
+        return _Source(_as_path(model), local=True, file=gguf.open_gguf(path))
     if _looks_local(model):
         raise InputError(f"model: {model} does not exist; {KINDS}")
     return _Source(model, local=False)
+
+
+def _as_path(model: str) -> str:
+    """A file's name as the user wrote it, made a path where it could be taken for a hub id (peft would ask the hub)."""
+    return model if model.startswith((".", "/", "~")) else f"./{model}"
 
 
 def _looks_local(model: str) -> bool:
