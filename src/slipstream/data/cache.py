@@ -16,7 +16,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,21 @@ import pyarrow as pa
 from slipstream.errors import InputError
 
 _ROWS, _ENTRY = "rows.arrow", "entry.json"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_WRITING = ".writing-"
+_STALE_SECONDS = 24 * 3600
+"""Age from which an unfinished entry is taken for one whose writer was killed."""
+_ELSEWHERE = "choose another place with the environment variable HF_DATASETS_CACHE"
+_REFUSALS = {
+    errno.ENOSPC: f"no space left for the tokenised data; free some space there, or {_ELSEWHERE}",
+    errno.EDQUOT: f"no space left for the tokenised data; free some space there, or {_ELSEWHERE}",
+    errno.EACCES: f"not writable, so the tokenised data can't be kept there; {_ELSEWHERE}",
+    errno.EPERM: f"not writable, so the tokenised data can't be kept there; {_ELSEWHERE}",
+    errno.EROFS: f"not writable, so the tokenised data can't be kept there; {_ELSEWHERE}",
+    errno.ENOTDIR: f"lies below a file, so the tokenised data can't be kept there; {_ELSEWHERE}",
+    errno.EEXIST: f"is a file, so the tokenised data can't be kept there; {_ELSEWHERE}",
+    errno.ENOENT: f"can't be made, so the tokenised data can't be kept there; {_ELSEWHERE}",
+}
+"""What the user can do about an error of writing; any other error is not the user's."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +68,16 @@ class ArrowCache:
         return cls(folder if folder is not None else Path(datasets.config.HF_DATASETS_CACHE) / "slipstream")
 
     def find(self, key: str) -> CacheEntry | None:
-        """The entry under ``key``; none where there is none, or it is damaged (then it is removed)."""
+        """The entry under ``key``; none where there is none, or it is damaged (then it is removed).
+
+        What a killed writer left more than a day ago is removed too. Raises `InputError` where the folder can't be
+        searched.
+        """
         place = self.folder / key
-        if not place.is_dir():
-            return None
+        with self._errors_told():
+            self._remove_stale()
+            if not place.is_dir():
+                return None
         note = _intact(place)
         if note is None:
             shutil.rmtree(place, ignore_errors=True)
@@ -65,15 +87,14 @@ class ArrowCache:
     def write(self, key: str, batches: Iterable[pa.RecordBatch], note: dict[str, Any]) -> CacheEntry:
         """Writes ``batches`` (at least one, if empty) and, read when they are finished, ``note``; returns the entry.
 
-        Raises `InputError` where the disk is full or the folder can't be written. Nothing is left behind on failure.
+        Raises `InputError` where the disk is full or the folder can't be made or written. Nothing is left behind on
+        failure.
         """
-        try:
+        with self._errors_told():
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".writing-", dir=self.folder) as made:
+            with tempfile.TemporaryDirectory(prefix=_WRITING, dir=self.folder) as made:
                 _write(Path(made), batches, note)
                 self._publish(Path(made), key)
-        except OSError as error:
-            raise self._refusal(error) from error
         found = self.find(key)
         assert found is not None, "what was just written can be read"
         return found
@@ -87,17 +108,21 @@ class ArrowCache:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
 
-    def _refusal(self, error: OSError) -> Exception:
-        if error.errno in _FULL:
-            what = "no space left"
-        elif isinstance(error, PermissionError) or error.errno == errno.EROFS:
-            what = "not writable"
-        else:
-            return error
-        return InputError(
-            f"{self.folder}: {what} for the tokenised data; free some space there, or set the environment variable "
-            "HF_DATASETS_CACHE to a folder on another disk"
-        )
+    @contextmanager
+    def _errors_told(self) -> Iterator[None]:
+        """Makes `InputError` of what the user can mend."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+            raise InputError(f"{self.folder}: {_REFUSALS[error.errno]}") from error
+
+    def _remove_stale(self) -> None:
+        """Removes entries that nothing has been written to for a day; their writers were killed."""
+        for left in self.folder.glob(f"{_WRITING}*"):
+            if time.time() - _last_written(left) > _STALE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def digest(*parts: object) -> str:
@@ -138,6 +163,14 @@ def _write(made: Path, batches: Iterable[pa.RecordBatch], note: dict[str, Any]) 
         json.dump(entry, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _last_written(folder: Path) -> float:
+    """When anything in ``folder`` was last written (seconds since the epoch); now, where it is just being removed."""
+    try:
+        return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+    except FileNotFoundError:
+        return time.time()
 
 
 def _intact(place: Path) -> dict[str, Any] | None:

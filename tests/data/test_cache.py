@@ -1,0 +1,63 @@
+"""The cache's folder: every way in which it can't be used is told with a remedy, and nothing of killed writers stays."""
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from slipstream.data.cache import ArrowCache, int32_lists
+from slipstream.errors import InputError
+
+DAY = 24 * 3600
+
+
+def batches(error: OSError | None = None) -> Iterator[pa.RecordBatch]:
+    if error is not None:
+        raise error
+    yield pa.RecordBatch.from_arrays([int32_lists(np.arange(3), np.array([3]))], names=["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("below", "told"), [("file", "is a file"), ("file/deep", "lies below a file"), ("file/a/b", "lies below a file")]
+)
+def test_a_place_where_a_file_is(tmp_path: Path, below: str, told: str) -> None:
+    (tmp_path / "file").write_text("")
+    place = tmp_path / below
+    assert ArrowCache(place).find("key") is None
+    with pytest.raises(InputError, match=rf"^{place}: {told}, .*choose another place with .*HF_DATASETS_CACHE"):
+        ArrowCache(place).write("key", batches(), {})
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system without new folders")
+def test_a_place_that_cannot_be_made() -> None:
+    with pytest.raises(InputError, match=r"^/proc/nu/slipstream: can't be made, .*HF_DATASETS_CACHE"):
+        ArrowCache(Path("/proc/nu/slipstream")).write("key", batches(), {})
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_a_read_only_place_isnt_told_to_free_space(tmp_path: Path, number: int) -> None:
+    with pytest.raises(InputError, match="not writable, .*choose another place with .*HF_DATASETS_CACHE") as raised:
+        ArrowCache(tmp_path).write("key", batches(OSError(number, os.strerror(number))), {})
+    assert "free some space" not in str(raised.value)
+
+
+def test_an_error_that_is_not_the_users_stays_itself(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Input/output error"):
+        ArrowCache(tmp_path).write("key", batches(OSError(errno.EIO, os.strerror(errno.EIO))), {})
+
+
+def test_what_killed_writers_left_goes_after_a_day(tmp_path: Path) -> None:
+    now = time.time()
+    for name, folder_age, file_age in (("old", 2 * DAY, 2 * DAY), ("new", 60, 60), ("slow", 2 * DAY, 60)):
+        left = tmp_path / f".writing-{name}"
+        left.mkdir()
+        (left / "rows.arrow").write_bytes(b"half")
+        os.utime(left / "rows.arrow", (now - file_age,) * 2)
+        os.utime(left, (now - folder_age,) * 2)
+    assert ArrowCache(tmp_path).find("key") is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".writing-new", ".writing-slow"]
