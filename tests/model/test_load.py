@@ -5,11 +5,29 @@ import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForMaskedLM, PreTrainedConfig, T5Config
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BloomConfig,
+    Gemma3Config,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    PreTrainedConfig,
+    T5Config,
+)
 from transformers.utils import logging
 
 from slipstream.errors import InputError
-from slipstream.model.load import LoadOptions, load, load_model, load_tokenizer, resolve_dtype
+from slipstream.model.load import (
+    LoadOptions,
+    check_context,
+    context_length,
+    load,
+    load_model,
+    load_tokenizer,
+    resolve_dtype,
+)
 from tiny import CHATML, tiny_model, tiny_tokenizer
 
 FLOAT32 = LoadOptions(dtype="float32")
@@ -195,3 +213,23 @@ def test_a_hub_that_cannot_be_reached() -> None:
     for function in (load_model, load_tokenizer):
         with pytest.raises(InputError, match="model: owner/name is no folder here, and the hub cannot be reached"):
             function("owner/name", FLOAT32)
+
+
+def test_the_context_is_the_text_configs() -> None:
+    assert context_length(LlamaConfig(max_position_embeddings=512)) == 512
+    assert context_length(GPT2Config(n_positions=64)) == 64
+    assert context_length(Gemma3Config(text_config={"max_position_embeddings": 96})) == 96
+    assert context_length(BloomConfig()) is None  # positions by distance, without a limit
+    assert context_length(MambaConfig()) is None
+
+
+def test_documents_longer_than_the_context_are_told() -> None:
+    config = LlamaConfig(max_position_embeddings=512)
+    assert check_context(config, 512, "data.max_length") is None
+    assert check_context(MambaConfig(), 10**9, "data.max_length") is None
+    decision = check_context(config, 811, "data.max_length")
+    assert decision is not None
+    assert decision.name == "context"
+    assert not decision.on
+    assert decision.reason.startswith("documents of up to 811 tokens > the model's 512 positions: ")
+    assert decision.reason.endswith("set data.max_length: 512 with data.overlong: truncate, drop or split")

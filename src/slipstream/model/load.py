@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.cost.hardware import compute_dtype, describe
+from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.model import gguf
 
@@ -102,6 +103,27 @@ def stored_dtype(model: str, options: LoadOptions) -> str | None:
         config = _causal_config(source.name, source, options)
     named = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
     return named if named in ("float32", "bfloat16", "float16") else None
+
+
+def context_length(model_config: "PreTrainedConfig") -> int | None:
+    """Positions the model was made for, by its text config; None where that names no limit."""
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def check_context(config: "PreTrainedConfig", longest: int, max_length_key: str) -> Decision | None:
+    """What to tell where the longest document (tokens) exceeds the model's context; None where it does not.
+
+    Not an error: rotary positions go on beyond the limit, and training longer contexts is what some runs are for.
+    """
+    limit = context_length(config)
+    if limit is None or longest <= limit:
+        return None
+    reason = (
+        f"documents of up to {longest:,} tokens > the model's {limit:,} positions: it was not made for those beyond; "
+        f"set {max_length_key}: {limit} with data.overlong: truncate, drop or split"
+    )
+    return Decision("context", False, reason)
 
 
 def resolve_dtype(options: LoadOptions, trainable: bool, device: "torch.device | str") -> str:
