@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,24 @@ def test_pins_are_exact_and_sorted() -> None:
 def test_every_dependency_has_its_reason_written_down(requirement: Requirement) -> None:
     rows = [line for line in (ROOT / "docs/dependencies.md").read_text().splitlines() if line.startswith("| ")]
     assert any(row.startswith(f"| {requirement.name} |") for row in rows)
+
+
+def test_what_is_imported_is_declared() -> None:
+    declared = {canonicalize_name(requirement.name) for requirement in requirements()}
+    imported = {name.partition(".")[0] for path in SOURCES for name in imports(path)}
+    imported -= {*sys.stdlib_module_names, "slipstream"}
+    assert {"torch", "yaml"} <= imported
+    offered = packages_distributions()
+    undeclared = {name for name in imported if declared.isdisjoint(map(canonicalize_name, offered.get(name, [name])))}
+    assert undeclared == set()
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
 
 
 def test_the_public_surface_is_sorted_and_there() -> None:
