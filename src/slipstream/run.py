@@ -8,6 +8,7 @@
 6. results   ``save``                adapter or model, run.json, report.html
 """
 
+import hashlib
 import math
 import os
 import platform
@@ -38,16 +39,17 @@ from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
 from slipstream.train.arguments import KeepBest, check_trackers, training_arguments
 from slipstream.train.checkpoint import checkpoint_step, last_checkpoint
+from slipstream.train.divergence import StopOnDivergence
 from slipstream.train.interrupt import StopRequest
 from slipstream.train.progress import ProgressBar, clock
 from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
-from slipstream.train.run_folder import publish, staging_for
+from slipstream.train.run_folder import discard, full_disk_told, publish, staging_for
 from slipstream.train.trainer import Trainer
 from slipstream.transform import Options, apply, decisions, restore
 from slipstream.versions import SLIPSTREAM, library_versions
 
 FREE_TO_CHANGE = {"output", "train.steps", "train.epochs", "train.eval_every", "train.save_every", "train.keep"}
-"""Recipe keys that may differ when a run is resumed: none changes what a step learns from or how."""
+"""Recipe keys that may differ when a run is resumed. A changed length changes the learning rates from there on."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,16 @@ class RunSummary:
     interrupted: bool
     steps: int
     seconds: float
-    """Wall-clock time of the training loop."""
+    """Wall-clock time of the training loop, evaluations included."""
     tokens_per_second: float
     """Document tokens, padding not counted, over all recorded steps but the first."""
     packing: PackingReport
     eval_before: float | None
     """Loss for each learned token on the held-out rows, in nats, before the first step."""
     eval_after: float | None
+    loss_first: float | None
+    """Training loss of the first recorded step, and of the last, for each learned token, in nats."""
+    loss_last: float | None
     report: Path
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,10 +82,16 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
     _refuse_several_processes()
     check_trackers(recipe.train)
     quiet_libraries()
-    folder = RunFolder.open(Path(recipe.output)) if resume else RunFolder.create(Path(recipe.output))
-    checkpoint = _checkpoint_to_resume(folder, recipe, console) if resume else None
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with RunFolder.claimed(Path(recipe.output), resume=resume) as folder:
+        checkpoint = _checkpoint_to_resume(folder, recipe, console) if resume else None
+        with StopRequest.termination_interrupts():
+            training, autocast = _prepared(recipe, folder, console)
+        return training.run(checkpoint, autocast)
 
+
+def _prepared(recipe: Recipe, folder: RunFolder, console: Console) -> tuple["_Training", torch.dtype]:
+    """Stages 2 to 4: everything that comes before the first step, and the dtype to compute in."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(recipe.model, recipe.load)
     train_rows = prepare_rows(recipe, recipe.data.train, tokenizer, console)
     eval_rows = prepare_rows(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
@@ -88,14 +99,13 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
 
     console.print(f"loading {recipe.model}")
     model = build_model(recipe, device)
-    autocast = getattr(torch, compute_dtype(describe(device)))
+    autocast: torch.dtype = getattr(torch, compute_dtype(describe(device)))
     tokens = recipe.packing.tokens * recipe.packing.rows
     apply(model, Options(activations=recipe.memory.activations, tokens=tokens, compute_dtype=autocast))
     for decision in run_decisions(recipe, model):
         console.print(f"  {decision}")
-
     record = describe_run(recipe, model, device, train_rows, eval_rows)
-    return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record).run(checkpoint, autocast)
+    return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record), autocast
 
 
 def run_decisions(recipe: Recipe, model: nn.Module) -> list[Decision]:
@@ -123,7 +133,8 @@ class _Training:
         self.recipe, self.folder, self.model, self.tokenizer = recipe, folder, model, tokenizer
         self.train_rows, self.eval_rows, self.console, self.record = train_rows, eval_rows, console, record
         self.step_log, self.eval_log = StepLog(folder.steps), EvalLog(folder.evals)
-        self.stop = StopRequest()
+        self.last_eval_step: int | None = None
+        self.stop, self.divergence = StopRequest(), StopOnDivergence(self.step_log)
 
     def run(self, checkpoint: Path | None, autocast: torch.dtype) -> RunSummary:
         """Train to the end or to the first signal, and leave everything in the run folder."""
@@ -134,12 +145,23 @@ class _Training:
             self._go_on(checkpoint)
         self.folder.write_run(self.record)
         began = time.perf_counter()
-        with self._outcome_recorded(), self.stop.listening():
+        with full_disk_told(self.folder.path), self._outcome_recorded(), self.stop.listening():
             if self.eval_rows is not None and checkpoint is None:
                 self.record["eval_before"] = self._evaluate(trainer, "before training")
                 self.folder.write_run(self.record)  # a run killed outright has it when it goes on
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        return self._finish(trainer, time.perf_counter() - began)
+            self.divergence.raise_if_found()
+            seconds = time.perf_counter() - began
+            if self.stop.signal is None:
+                self._complete(trainer)
+        return self._finish(trainer, seconds)
+
+    def _complete(self, trainer: Trainer) -> None:
+        """What ends a run that was not interrupted: the last evaluation, if it has not been, and the result."""
+        step = trainer.state.global_step
+        if self.eval_rows is not None and self.last_eval_step != step:
+            trainer.evaluate()
+        self._save_result()
 
     def _trainer(self, autocast: torch.dtype) -> Trainer:
         recipe = self.recipe
@@ -161,8 +183,10 @@ class _Training:
             compute_dtype=None if autocast == torch.float32 else autocast,
             step_log=self.step_log,
             on_eval=self._record_eval,
-            callbacks=[KeepBest(), self.stop, ProgressBar(self.console, self.step_log)],
+            callbacks=[KeepBest(), self.stop],
         )
+        for watcher in (ProgressBar(self.console, self.step_log), self.divergence):  # after the step is recorded
+            trainer.add_callback(watcher)
         trainer.remove_callback(PrinterCallback)
         return trainer
 
@@ -171,8 +195,14 @@ class _Training:
         before = self.folder.read_run()
         for key in ("started", "eval_before"):
             self.record[key] = before.get(key)
+        if before.get("rows", self.record["rows"]) != self.record["rows"]:
+            raise InputError(
+                f"data.train or data.eval holds other rows than when the run in '{self.folder.path}' began; a resumed "
+                f"run must learn from the same things: bring the rows back, or start another run with another output"
+            )
         self.step_log.resume(step)
         self.eval_log.resume(step)
+        self.last_eval_step = max((record.step for record in read_records(self.folder.path).evals), default=None)
         self.console.print(f"going on from step {step:,} ({checkpoint})")
 
     def _evaluate(self, trainer: Trainer, when: str) -> float:
@@ -182,6 +212,7 @@ class _Training:
 
     def _record_eval(self, record: EvalRecord) -> None:
         self.eval_log.append(record)
+        self.last_eval_step = record.step
         if record.step:
             self.console.print(f"held-out loss after step {record.step:,}: {record.loss:.4f}")
 
@@ -196,14 +227,24 @@ class _Training:
             outcome = "interrupted"
             raise
         finally:
+            if self.divergence.found is not None:
+                outcome = "diverged"
             self.record.update(outcome=outcome, finished=_now())
-            self.folder.write_run(self.record)
+            if outcome == "interrupted" and not any(self.folder.checkpoints.glob("checkpoint-*")):
+                self._forget()
+            else:
+                self.folder.write_run(self.record)
+
+    def _forget(self) -> None:
+        """Leave the folder empty: nothing was trained, and the same command may start again."""
+        for place in (self.folder.run_json, self.folder.steps, self.folder.evals):
+            place.unlink(missing_ok=True)
+        discard(self.folder.checkpoints)
+        self.console.print("interrupted before a checkpoint was saved: nothing is kept; start again")
 
     def _finish(self, trainer: Trainer, seconds: float) -> RunSummary:
         records = read_records(self.folder.path)
         interrupted = self.record["outcome"] == "interrupted"
-        if not interrupted:
-            self._save_result()
         evals = [evaluation for evaluation in records.evals if evaluation.step]
         if evals:
             self.record["eval_after"] = evals[-1].loss
@@ -222,6 +263,8 @@ class _Training:
             packing=self.train_rows.report,
             eval_before=self.record.get("eval_before"),
             eval_after=self.record.get("eval_after"),
+            loss_first=records.steps[0].loss if records.steps else None,
+            loss_last=records.steps[-1].loss if records.steps else None,
             report=report,
         )
         self._print(summary)
@@ -239,7 +282,10 @@ class _Training:
 
     def _print(self, summary: RunSummary) -> None:
         say = self.console.print
-        say(f"{summary.steps:,} steps in {clock(summary.seconds)}, {summary.tokens_per_second:,.0f} tokens/s")
+        steps = "1 step" if summary.steps == 1 else f"{summary.steps:,} steps"
+        say(f"{steps} in {clock(summary.seconds)}, {summary.tokens_per_second:,.0f} tokens/s")
+        if summary.loss_last is not None:
+            say(f"training loss {summary.loss_first:.4f} at the first step, {summary.loss_last:.4f} at the last")
         say(f"report: {summary.report}")
         if summary.interrupted:
             say(f"interrupted and saved after step {summary.steps:,}; go on with the same command and --resume")
@@ -275,6 +321,7 @@ def describe_run(
         "versions": {"python": platform.python_version(), **library_versions()},
         "device": asdict(describe(device)),
         "decisions": [asdict(decision) for decision in run_decisions(recipe, model)],
+        "rows": {name: rows and rows_digest(rows) for name, rows in sets.items()},
         "data": {name: rows and asdict(rows.tokenised.account) for name, rows in sets.items()},
         "packing": {
             name: rows and {**asdict(rows.report), "length_histogram": rows.histogram} for name, rows in sets.items()
@@ -286,8 +333,19 @@ def describe_run(
     }
 
 
+def rows_digest(rows: Rows) -> str:
+    """A fingerprint of a data set: every document's length, and the tokens and labels of 64 spread over it."""
+    documents = rows.tokenised.documents
+    digest = hashlib.sha256(rows.tokenised.lengths.tobytes())
+    for index in range(0, len(documents), max(1, len(documents) // 64)):
+        document = documents[index]
+        digest.update(repr((document["input_ids"], document["labels"])).encode())
+    return digest.hexdigest()[:32]
+
+
 def _checkpoint_to_resume(folder: RunFolder, recipe: Recipe, console: Console) -> Path:
-    before, now = _flat(folder.read_run()["recipe"]), _flat(recipe.to_dict())
+    run = folder.read_run()
+    before, now = _flat(run["recipe"]), _flat(recipe.to_dict())
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     refused = [key for key in changed if key not in FREE_TO_CHANGE]
     if refused:
@@ -295,6 +353,11 @@ def _checkpoint_to_resume(folder: RunFolder, recipe: Recipe, console: Console) -
         raise InputError(
             f"{key} was {before.get(key)!r} when the run in '{folder.path}' began and is {now.get(key)!r} now; "
             f"a resumed run must learn from the same things: set it back, or start another run with another output"
+        )
+    if run.get("outcome") == "finished" and not {"train.steps", "train.epochs"}.intersection(changed):
+        raise InputError(
+            f"the run in '{folder.path}' is finished; nothing is left to do: raise train.steps or train.epochs to "
+            f"train on, or start another run with another output"
         )
     folder.clean()
     return last_checkpoint(folder.checkpoints, console.print)

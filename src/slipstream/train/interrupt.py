@@ -29,6 +29,14 @@ class StopRequest(TrainerCallback):  # type: ignore[misc]
             control.should_evaluate = False
         return control
 
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        """Ends an evaluation before the first step at once: there is nothing to save yet."""
+        if self.signal is not None and state.global_step == 0:
+            raise KeyboardInterrupt
+        return control
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Listen to SIGINT and SIGTERM inside the context."""
@@ -38,6 +46,16 @@ class StopRequest(TrainerCallback):  # type: ignore[misc]
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    @staticmethod
+    @contextmanager
+    def termination_interrupts() -> Iterator[None]:
+        """Inside the context SIGTERM is as Ctrl-C: for the time before training, when there is nothing to save."""
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def _ask(self, number: int, _: FrameType | None) -> None:
         if self.signal is not None:

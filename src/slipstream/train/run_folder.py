@@ -12,10 +12,11 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from slipstream.errors import InputError
 
@@ -23,6 +24,10 @@ FORMAT = 1
 """Version of the run folder's format, ``run.json``'s ``format``."""
 SAVING, REPLACED, REMOVING = ".saving", ".replaced", ".removing"
 """Folders beside a folder that is being written, replaced or deleted."""
+
+
+LOCK = ".lock"
+"""The file whose lock a running training holds."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class RunFolder:
             folder.path.mkdir(parents=True, exist_ok=True)
             if not folder.run_json.exists():
                 folder._remove_temporary_files()
-            found = sorted(entry.name for entry in folder.path.iterdir())
+            found = sorted(entry.name for entry in folder.path.iterdir() if entry.name != LOCK)
         except OSError as error:
             reason = error.strerror or str(error)
             raise InputError(f"output '{path}' cannot be made a folder ({reason}); choose another output") from error
@@ -51,6 +56,27 @@ class RunFolder:
             more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
             raise InputError(f"output '{path}' is not empty ('{found[0]}'{more}); choose another output, or empty it")
         return folder
+
+    @classmethod
+    @contextlib.contextmanager
+    def claimed(cls, path: Path, *, resume: bool) -> Iterator["RunFolder"]:
+        """``create``, or with ``resume`` ``open``, and no other process may write there inside the context.
+
+        ``InputError`` where one does already. The lock ends with the process, however that ends.
+        """
+        folder = cls.open(path) if resume else cls(Path(path))
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            handle = (folder.path / LOCK).open("a")
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise InputError(f"output '{path}' cannot be written ({reason}); choose another output") from error
+        with handle:
+            _lock(handle, folder.path)
+            try:
+                yield folder if resume else cls.create(path)
+            finally:
+                (folder.path / LOCK).unlink(missing_ok=True)
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
@@ -137,6 +163,19 @@ class RunFolder:
         return f" (started {run.get('started', 'at an unknown time')}, {run.get('outcome', 'outcome unknown')})"
 
 
+def _lock(handle: IO[str], folder: Path) -> None:
+    if sys.platform == "win32":  # no advisory locks there: two runs in one folder are not told apart
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise InputError(
+            f"output '{folder}' is being written by another process; wait for it, or choose another output"
+        ) from error
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replaces ``path`` by ``text`` in one move: a reader, or a crash, sees the old contents or the new, never a part.
 
@@ -212,6 +251,25 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def full_disk_told(path: Path) -> Iterator[None]:
+    """Makes a full disk the user's ``InputError``, also where a library tells it in words only."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        number = getattr(error, "errno", None)
+        words = ("os error 28", "No space left", "PytorchStreamWriter failed", "unexpected pos")
+        if number not in (errno.ENOSPC, errno.EDQUOT) and not any(word in str(error) for word in words):
+            raise
+        free = shutil.disk_usage(path).free
+        raise InputError(
+            f"no space left in '{path}' ({free:,} bytes free): what was being saved is not there, everything before it "
+            "is whole; free some space and go on with --resume, or choose another output"
+        ) from error
 
 
 @contextlib.contextmanager
