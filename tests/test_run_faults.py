@@ -175,3 +175,18 @@ def test_the_summary_tells_the_training_loss(start: Start) -> None:
     assert summary.loss_last is not None
     assert summary.loss_last < summary.loss_first
     assert {"loss_first", "loss_last"} <= summary.to_dict().keys()
+
+
+def test_a_signal_while_the_result_is_saved_changes_nothing(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = run_module._Training._save_result
+
+    def signalled(training: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        save(training)
+
+    monkeypatch.setattr(run_module._Training, "_save_result", signalled)
+    assert not start().interrupted
+    assert outcome(tmp_path / "run") == "finished"
+    assert weights(tmp_path / "run")

@@ -55,6 +55,7 @@ def main() -> None:
         print(f"slipstream: {error}", file=sys.stderr)
         sys.exit(EXIT_INPUT)
     except KeyboardInterrupt:
+        print("slipstream: interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader has gone; without this the interpreter's own flush at exit would complain once more.

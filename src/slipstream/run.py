@@ -134,6 +134,7 @@ class _Training:
         self.train_rows, self.eval_rows, self.console, self.record = train_rows, eval_rows, console, record
         self.step_log, self.eval_log = StepLog(folder.steps), EvalLog(folder.evals)
         self.last_eval_step: int | None = None
+        self.complete = False
         self.stop, self.divergence = StopRequest(), StopOnDivergence(self.step_log)
 
     def run(self, checkpoint: Path | None, autocast: torch.dtype) -> RunSummary:
@@ -162,6 +163,7 @@ class _Training:
         if self.eval_rows is not None and self.last_eval_step != step:
             trainer.evaluate()
         self._save_result()
+        self.complete = True  # a signal that comes from here on changes nothing
 
     def _trainer(self, autocast: torch.dtype) -> Trainer:
         recipe = self.recipe
@@ -222,7 +224,7 @@ class _Training:
         outcome = "failed"
         try:
             yield
-            outcome = "interrupted" if self.stop.signal is not None else "finished"
+            outcome = "finished" if self.complete else "interrupted"
         except KeyboardInterrupt:
             outcome = "interrupted"
             raise
