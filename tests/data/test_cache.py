@@ -1,4 +1,4 @@
-"""The cache's folder: every way in which it can't be used is told with a remedy, and nothing of killed writers stays."""
+"""The cache's folder: every way in which it can't be used is told with a remedy; nothing of killed writers stays."""
 
 import errno
 import os
@@ -41,7 +41,7 @@ def test_a_place_that_cannot_be_made() -> None:
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
 def test_a_read_only_place_isnt_told_to_free_space(tmp_path: Path, number: int) -> None:
-    with pytest.raises(InputError, match="not writable, .*choose another place with .*HF_DATASETS_CACHE") as raised:
+    with pytest.raises(InputError, match=r"not writable, .*choose another place with .*HF_DATASETS_CACHE") as raised:
         ArrowCache(tmp_path).write("key", batches(OSError(number, os.strerror(number))), {})
     assert "free some space" not in str(raised.value)
 
