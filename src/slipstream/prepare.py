@@ -5,7 +5,8 @@
 """
 
 import warnings
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,14 @@ import torch
 import transformers
 from rich.console import Console
 
+from slipstream.data.account import counted
 from slipstream.data.packing import PackingReport, pack, pack_dataset
 from slipstream.data.tokens import TokenisedSet, tokenise
 from slipstream.errors import InputError
 from slipstream.model.load import load_model
 from slipstream.model.lora import add_adapter
 from slipstream.recipe import Recipe
+from slipstream.report.numbers import percent_text
 from slipstream.transform import packing_decision
 
 
@@ -38,26 +41,53 @@ class Rows:
 
 def prepare_rows(recipe: Recipe, source: str, tokenizer: Any, console: Console) -> Rows:
     """Read, tokenise and pack ``source``, and print what became of it."""
-    with console.status(f"reading {source}") if console.is_terminal else nullcontext():
-        max_length = recipe.data.max_length or recipe.packing.tokens
-        tokenised = tokenise(source, recipe.data, tokenizer, max_length=max_length)
+    max_length = recipe.data.max_length or recipe.packing.tokens
+    with _status(source, console) as progress:
+        tokenised = tokenise(source, recipe.data, tokenizer, max_length=max_length, progress=progress)
         lengths = tokenised.lengths
-        capacity, seed, window = recipe.packing.tokens, recipe.train.seed, recipe.packing.window
-        packed = pack(lengths, capacity, seed=seed, window=window)
-        rows = pack_dataset(tokenised.documents, capacity, seed=seed, window=window)
-    report = PackingReport.of(lengths, packed, capacity)
+        rows, report = _packed(recipe, tokenised, lengths)
     console.print(f"{source}:")
     for line in tokenised.account.lines():
         console.print(f"  {line}")
-    if not recipe.packing.enabled:
-        console.print(f"  not packed: {report.documents:,} documents, one a row, padded")
-        return Rows(tokenised, tokenised.documents, report, length_histogram(lengths))
-    console.print(
-        f"  packed into {report.rows:,} rows of {capacity:,} tokens: {report.fill:.1%} full, "
-        f"{report.padding_tokens:,} tokens of padding (padded batches: {report.padded_tokens:,} tokens in all, "
-        f"{report.padded_tokens / report.tokens:.2f}x)"
-    )
+    console.print(f"  {_packing_line(report, recipe.packing.rows)}")
     return Rows(tokenised, rows, report, length_histogram(lengths))
+
+
+@contextmanager
+def _status(source: str, console: Console) -> Iterator[Callable[[int], None]]:
+    """A status line on a terminal, and what sets the number of rows in it."""
+    if not console.is_terminal:
+        yield lambda rows: None
+        return
+    with console.status(f"reading {source}") as status:
+        yield lambda rows: status.update(f"reading {source}: {counted(rows, 'row')}")
+
+
+def _packed(
+    recipe: Recipe, tokenised: TokenisedSet, lengths: npt.NDArray[np.int64]
+) -> tuple[datasets.Dataset, PackingReport]:
+    """Packed rows and what packing achieved; the documents themselves and what padding costs, where it is off."""
+    options, seed = recipe.packing, recipe.train.seed
+    if not options.enabled:
+        return tokenised.documents, PackingReport.unpacked(lengths, options.rows, options.tokens)
+    packed = pack(lengths, options.tokens, seed=seed, window=options.window)
+    rows = pack_dataset(tokenised.documents, options.tokens, seed=seed, window=options.window)
+    return rows, PackingReport.of(lengths, packed, options.tokens)
+
+
+def _packing_line(report: PackingReport, batch: int) -> str:
+    if report.enabled:
+        return (
+            f"packed into {counted(report.rows, 'row')} of {report.capacity:,} tokens: {percent_text(report.fill)} "
+            f"full, {counted(report.padding_tokens, 'token')} of padding (padded batches would compute "
+            f"{report.padded_tokens:,} tokens, {report.padded_ratio:.2f} times as many)"
+        )
+    documents = f"not packed: {counted(report.documents, 'document')}, one a row"
+    if batch == 1:
+        return f"{documents} and a batch, so nothing is padded"
+    return (
+        f"{documents}, padded in batches of {batch:,}: about {1 - report.fill:.1%} of the tokens computed are padding"
+    )
 
 
 def build_model(recipe: Recipe, device: torch.device) -> Any:

@@ -130,6 +130,18 @@ def test_report() -> None:
     )
     assert PackingReport.of([4, 3, 1, 2, 2], [[0, 1, 2], [3, 4]], 8).padded_tokens == 8 + 4 + 2
     assert PackingReport.of([], [], 8).fill == 1.0
+    assert PackingReport.of([4, 3, 1, 2, 2], [[0, 1, 2], [3, 4]], 8).padded_ratio == 14 / 16
+
+
+def test_the_report_on_documents_that_are_not_packed() -> None:
+    report = PackingReport.unpacked([4, 3, 1, 2, 2], 2, 8)
+    assert (report.enabled, report.rows, report.tokens) == (False, 5, 12)
+    assert (report.padded_tokens, report.padding_tokens, report.fill) == (8 + 4 + 2, 2, 12 / 14)
+    assert PackingReport.unpacked([4, 3], 1, 8).padding_tokens == 0, "a batch of one needs no padding"
+    assert PackingReport.unpacked([], 2, 8).fill == 1.0
+
+
+def test_rows_with_one_only() -> None:
     assert PackingReport.of([8], [[0]], 8).fill_without_last == 1.0
 
 

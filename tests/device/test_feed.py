@@ -50,4 +50,5 @@ def test_a_padded_batch() -> None:
     batch = PaddedCollator()(rows)
     assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0], [5, 6, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
+    assert batch["lengths"] == (3, 1, 2)
     assert batch["labels"].tolist() == [[-100, 2, 3], [-100, -100, -100], [-100, 6, -100]]

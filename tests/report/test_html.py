@@ -138,7 +138,7 @@ def test_a_whole_run_shows_its_numbers(whole: str) -> None:
         "of 139.7 GiB",
         "97.7%",
         "27.0 s 50 steps, 2 evaluations",
-        "Padding would have computed 3.0 times as many tokens.",
+        "Padding would have computed 3.00 times as many tokens.",
         "Most often between 64 and 256 tokens.",
         "varlen on CUDA",
         "1,234",
@@ -252,6 +252,39 @@ def test_a_loss_that_is_not_finite_is_said(tmp_path: Path) -> None:
     assert "in 2 of 2 steps" in Page(every).text
 
 
+def test_a_last_loss_that_is_not_finite_is_shown_as_it_is(tmp_path: Path) -> None:
+    steps = [step(1, loss=2.0), step(2, loss=1.5), step(3, loss=math.nan)]
+    text = Page(report_of(tmp_path / "run", run_record(), steps)).text
+    assert "Training loss 2.000 → nan" in text
+    assert "2.000 at the first step, nan at the last" in text
+    assert "1.500" not in text
+
+
+def test_a_run_that_is_not_packed_claims_no_packing(tmp_path: Path) -> None:
+    steps = [step(n, tokens=750, padding_tokens=250) for n in (1, 2)]
+    text = Page(report_of(tmp_path / "run", run_record(packing={"train": PACKING | {"enabled": False}}), steps)).text
+    assert "Padding 25.0% of the tokens computed; not packed" in text
+    assert "Not packed: 1,000 documents, one a row; 25.0% of the tokens computed were padding." in text
+    assert "Most often between 64 and 256 tokens." in text
+    for claim in ("Packing fill", "97.7%", "in 50 rows", "Packed against padded", "Padding would have"):
+        assert claim not in text, claim
+
+
+def test_one_of_each_is_singular(tmp_path: Path) -> None:
+    one = {"documents": 1, "rows": 1, "tokens": 4095, "padding_tokens": 1, "padded_tokens": 4095}
+    text = Page(
+        report_of(tmp_path / "run", run_record(packing={"train": PACKING | one}), [step(1, loss=math.nan)])
+    ).text
+    assert "1 document in 1 row of 4,096 tokens leaves 1 token of padding." in text
+    assert "in 1 of 1 step, first at step 1" in text
+
+
+def test_a_library_that_is_not_there_is_absent(tmp_path: Path) -> None:
+    text = Page(report_of(tmp_path / "run", run_record(versions={"torch": "2.13.0", "trl": None}), [])).text
+    assert "trl absent" in text
+    assert "None" not in text
+
+
 def test_a_device_that_tells_no_memory_has_no_memory_figure(tmp_path: Path) -> None:
     text = Page(report_of(tmp_path / "run", run_record(), [step(1, memory_bytes=None)])).text
     assert "not measured on this device" in text
@@ -279,7 +312,7 @@ def test_no_run_no_report(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("padded", "said"),
-    [(204_800, "no more tokens than packing"), (225_280, "10.0% more"), (409_600, "2.0 times as many")],
+    [(204_800, "no more tokens than packing"), (225_280, "1.10 times as many"), (409_600, "2.00 times as many")],
 )
 def test_what_padding_would_have_cost(tmp_path: Path, padded: int, said: str) -> None:
     run = run_record(packing={"train": PACKING | {"padded_tokens": padded, "length_histogram": None}})

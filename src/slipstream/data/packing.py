@@ -72,6 +72,14 @@ class PackingReport:
     padded_tokens: int
     """What padding would have computed: documents in data order, in batches of as many documents as a packed row holds
     on average (so that a step learns from as many), each padded to the longest of its batch."""
+    enabled: bool = True
+    """Whether documents are packed. Where not, each is a row, ``padding_tokens`` are those that its batch pads it with,
+    and ``fill`` is the documents' share of ``padded_tokens``."""
+
+    @property
+    def padded_ratio(self) -> float:
+        """Tokens that padding would have computed over those that packed rows compute."""
+        return self.padded_tokens / max(1, self.rows * self.capacity)
 
     @classmethod
     def of(
@@ -91,7 +99,25 @@ class PackingReport:
             fill=tokens / room if rows else 1.0,
             fill_without_last=fullest / (room - capacity) if len(rows) > 1 else 1.0,
             padding_tokens=room - tokens,
-            padded_tokens=_padded_tokens(sizes, len(rows)),
+            padded_tokens=_padded_tokens(sizes, max(1, round(len(sizes) / max(1, len(rows))))),
+        )
+
+    @classmethod
+    def unpacked(cls, lengths: Sequence[int] | npt.NDArray[Any], batch: int, capacity: int) -> "PackingReport":
+        """The report on documents that are padded in data order, ``batch`` at a time."""
+        sizes = _checked(lengths, capacity)
+        tokens, padded = int(sizes.sum()), _padded_tokens(sizes, batch)
+        fill = tokens / padded if padded else 1.0
+        return cls(
+            documents=len(sizes),
+            tokens=tokens,
+            rows=len(sizes),
+            capacity=capacity,
+            fill=fill,
+            fill_without_last=fill,
+            padding_tokens=padded - tokens,
+            padded_tokens=padded,
+            enabled=False,
         )
 
 
@@ -255,10 +281,9 @@ def _rows_of(row_of: Ints, rows: int, first: int) -> list[list[int]]:
     return [by_row[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _padded_tokens(sizes: Ints, rows: int) -> int:
+def _padded_tokens(sizes: Ints, batch: int) -> int:
     if not len(sizes):
         return 0
-    batch = max(1, round(len(sizes) / rows))
     starts = np.arange(0, len(sizes), batch)
     counts = np.diff(np.append(starts, len(sizes)))
     return int((np.maximum.reduceat(sizes, starts) * counts).sum())

@@ -22,6 +22,7 @@ from slipstream.report import plots
 from slipstream.report.markup import Markup, join, tag
 from slipstream.report.numbers import (
     KeyNumbers,
+    amount_text,
     bytes_text,
     count_text,
     loss_text,
@@ -119,7 +120,8 @@ def _parameters(records: Records) -> str:
 def _notes(records: Records, numbers: KeyNumbers) -> Markup:
     notes = []
     if numbers.nonfinite:
-        where = f"{len(numbers.nonfinite):,} of {len(records.steps):,} steps, first at step {numbers.nonfinite[0]:,}"
+        steps = amount_text(len(records.steps), "step")
+        where = f"{len(numbers.nonfinite):,} of {steps}, first at step {numbers.nonfinite[0]:,}"
         text = f" in {where}. The curves leave these steps out; see steps.jsonl."
         notes.append(
             tag("div", tag("strong", "The loss was not a finite number"), text, class_="note bad", role="note")
@@ -141,7 +143,7 @@ def _tiles(records: Records, numbers: KeyNumbers) -> Markup:
         _tile("Training loss", _change(numbers.loss_first, numbers.loss_last), "first step → last step"),
         _tile("Speed", join(count_text(per_second)), "tokens/s, median step, padding not counted"),
         _tile("Peak memory", join(bytes_text(numbers.peak_bytes)), _of_device(numbers.peak_bytes, total)),
-        _tile("Packing fill", join(percent_text(numbers.fill)), _of_tokens(numbers.fill)),
+        _packing_tile(numbers),
         _tile("Training time", join(time_text(numbers.seconds)), _counted(records)),
     ]
     return tag("dl", *tiles, class_="tiles")
@@ -171,13 +173,16 @@ def _best(records: Records, numbers: KeyNumbers) -> str:
     return "not measured" if numbers.eval_before is None and numbers.eval_after is None else "before → after"
 
 
-def _of_tokens(fill: float | None) -> str:
-    return "not recorded" if fill is None else "of the tokens computed are documents"
+def _packing_tile(numbers: KeyNumbers) -> Markup:
+    if numbers.packed:
+        aside = "not recorded" if numbers.fill is None else "of the tokens computed are documents"
+        return _tile("Packing fill", join(percent_text(numbers.fill)), aside)
+    aside = "not recorded" if numbers.padding_share is None else "of the tokens computed; not packed"
+    return _tile("Padding", join(percent_text(numbers.padding_share)), aside)
 
 
 def _counted(records: Records) -> str:
-    counts = ((len(records.steps), "step"), (len(records.evals), "evaluation"))
-    return ", ".join(f"{count:,} {name}{'' if count == 1 else 's'}" for count, name in counts)
+    return f"{amount_text(len(records.steps), 'step')}, {amount_text(len(records.evals), 'evaluation')}"
 
 
 def _of_device(peak: float | None, total: float | None) -> str:
@@ -226,11 +231,15 @@ def _packing(records: Records, numbers: KeyNumbers) -> Markup:
         number(packing.get(key))
         for key in ("tokens", "padding_tokens", "padded_tokens", "documents", "rows", "capacity")
     )
+    if not numbers.packed:
+        histogram = _histogram(packing, _not_packed(documents, numbers.padding_share))
+        return _figures("Documents", *histogram) if histogram else Markup()
     figures = []
     if tokens and padding is not None and padded is not None:
         text = (
-            f"{count_text(documents)} documents in {count_text(rows)} rows of {count_text(capacity)} tokens leave "
-            f"{count_text(padding)} tokens of padding. {_saving(numbers.padding_factor)}"
+            f"{amount_text(documents, 'document')} in {amount_text(rows, 'row')} of {count_text(capacity)} tokens "
+            f"{'leaves' if documents == 1 else 'leave'} {amount_text(padding, 'token')} of padding. "
+            f"{_saving(numbers.padding_factor)}"
         )
         figures.append(plots.padding(tokens, tokens + padding, padded, text))
     figures.extend(_histogram(packing))
@@ -242,11 +251,15 @@ def _saving(factor: float | None) -> str:
         return ""
     if factor <= 1:
         return "Padding would have computed no more tokens than packing."
-    more = f"{factor - 1:.1%} more tokens" if factor < 1.5 else f"{factor:.1f} times as many tokens"
-    return f"Padding would have computed {more}."
+    return f"Padding would have computed {factor:.2f} times as many tokens."
 
 
-def _histogram(packing: dict[str, Any]) -> list[plots.Plot]:
+def _not_packed(documents: float | None, padding_share: float | None) -> str:
+    cost = "" if padding_share is None else f"; {percent_text(padding_share)} of the tokens computed were padding"
+    return f"Not packed: {amount_text(documents, 'document')}, one a row{cost}. "
+
+
+def _histogram(packing: dict[str, Any], lead: str = "") -> list[plots.Plot]:
     histogram = section(packing, "length_histogram")
     edges, counts = histogram.get("edges"), histogram.get("counts")
     if not isinstance(edges, list) or not isinstance(counts, list) or not counts or len(edges) != len(counts) + 1:
@@ -254,7 +267,7 @@ def _histogram(packing: dict[str, Any]) -> list[plots.Plot]:
     if any(number(value) is None for value in edges + counts):
         return []
     fullest = max(range(len(counts)), key=counts.__getitem__)
-    text = f"Most often between {count_text(edges[fullest])} and {count_text(edges[fullest + 1])} tokens."
+    text = f"{lead}Most often between {count_text(edges[fullest])} and {count_text(edges[fullest + 1])} tokens."
     return [plots.lengths(edges, counts, text)]
 
 
@@ -331,7 +344,10 @@ def _versions(records: Records) -> Markup:
     versions = section(records.run, "versions")
     if not versions:
         return Markup()
-    rows = [tag("tr", tag("th", name, scope="row"), tag("td", str(value))) for name, value in versions.items()]
+    rows = [
+        tag("tr", tag("th", name, scope="row"), tag("td", "absent" if value is None else str(value)))
+        for name, value in versions.items()
+    ]
     return _section("Versions", tag("table", tag("tbody", *rows)), class_="card")
 
 

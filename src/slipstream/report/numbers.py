@@ -20,16 +20,22 @@ class KeyNumbers:
 
     steps: int
     loss_first: float | None
+    """The first step's, as it was: NaN or infinite too."""
     loss_last: float | None
+    """The last step's, likewise."""
     eval_before: float | None
     eval_after: float | None
     tokens_per_second: float | None
     """Document tokens a second, the median over the steps, padding not counted."""
     peak_bytes: int | None
+    packed: bool
+    """Whether documents were packed, where the records tell."""
     fill: float | None
-    """Share of the packed rows' tokens that are documents, between 0 and 1."""
+    """Share of the packed rows' tokens that are documents, between 0 and 1; None where not packed."""
+    padding_share: float | None
+    """Share of the tokens computed in the steps that were padding, between 0 and 1."""
     padding_factor: float | None
-    """Tokens that padding would have computed, over those that packing computes."""
+    """Tokens that padding would have computed, over those that packed rows compute; None where not packed."""
     seconds: float | None
     """Steps and evaluations together."""
     nonfinite: tuple[int, ...]
@@ -39,19 +45,21 @@ class KeyNumbers:
     def of(cls, records: Records) -> "KeyNumbers":
         """The numbers of a run's records."""
         steps, packing = records.steps, section(records.run, "packing", "train")
-        finite = [step.loss for step in steps if math.isfinite(step.loss)]
+        packed = packing.get("enabled") is not False
         before, after = _evaluations(records)
         speeds = [speed for speed in map(speed_of, steps) if math.isfinite(speed)]
         return cls(
             steps=steps[-1].step if steps else 0,
-            loss_first=finite[0] if finite else None,
-            loss_last=finite[-1] if finite else None,
+            loss_first=steps[0].loss if steps else None,
+            loss_last=steps[-1].loss if steps else None,
             eval_before=before,
             eval_after=after,
             tokens_per_second=statistics.median(speeds) if speeds else None,
             peak_bytes=max((step.memory_bytes for step in steps if step.memory_bytes is not None), default=None),
-            fill=number(packing.get("fill")),
-            padding_factor=_padding_factor(packing),
+            packed=packed,
+            fill=number(packing.get("fill")) if packed else None,
+            padding_share=_padding_share(steps),
+            padding_factor=_padding_factor(packing) if packed else None,
             seconds=_duration(records),
             nonfinite=tuple(step.step for step in steps if not math.isfinite(step.loss)),
         )
@@ -92,6 +100,12 @@ def _padding_factor(packing: dict[str, Any]) -> float | None:
     return padded / (tokens + padding)
 
 
+def _padding_share(steps: Sequence[StepRecord]) -> float | None:
+    padding = sum(step.padding_tokens for step in steps)
+    computed = padding + sum(step.tokens for step in steps)
+    return padding / computed if computed > 0 else None
+
+
 def _duration(records: Records) -> float | None:
     """What steps and evaluations took: the time between start and end would count the pause before a resume."""
     known = [step.seconds for step in records.steps] + [evaluation.seconds for evaluation in records.evals]
@@ -109,6 +123,11 @@ def loss_text(value: float | None) -> str:
 def count_text(value: float | None) -> str:
     """E.g. ``12,345``."""
     return "–" if value is None else f"{value:,.0f}"
+
+
+def amount_text(value: float | None, what: str) -> str:
+    """E.g. ``1 row``, ``12,345 rows``."""
+    return f"{count_text(value)} {what}{'' if value == 1 else 's'}"
 
 
 def percent_text(share: float | None) -> str:

@@ -1,0 +1,73 @@
+"""What is said about prepared rows: packed or not, the same numbers everywhere, and progress while tokenising."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from rich.console import Console
+
+from slipstream.prepare import Rows, prepare_rows
+from slipstream.recipe import Recipe, load_recipe
+from tiny import tiny_tokenizer
+
+
+def recipe_of(tmp_path: Path, lengths: list[int], *overrides: str) -> Recipe:
+    """A recipe over texts that make documents of so many tokens (one a character, and the end)."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": "x" * (n - 1)}) + "\n" for n in lengths))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model: m\noutput: {tmp_path / 'out'}\ndata: {{train: {tmp_path / 'rows.jsonl'}}}\n")
+    return load_recipe(str(path), overrides)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def prepared(recipe: Recipe, *, terminal: bool = False) -> tuple[Rows, str]:
+    said = io.StringIO()
+    console = Console(file=said, width=400, force_terminal=terminal)
+    rows = prepare_rows(recipe, recipe.data.train, tiny_tokenizer(eos="</s>"), console)
+    return rows, said.getvalue()
+
+
+def test_packed_rows_and_what_padding_would_have_cost(tmp_path: Path) -> None:
+    rows, said = prepared(recipe_of(tmp_path, [4, 3, 2, 2], "packing.tokens=8"))
+    assert "packed into 2 rows of 8 tokens: 68.8% full, 5 tokens of padding" in said
+    assert "(padded batches would compute 12 tokens, 0.75 times as many)" in said
+    assert rows.report.enabled
+    assert rows.report.padded_ratio == 12 / (2 * 8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "told", "padding"),
+    [
+        (2, "one a row, padded in batches of 2: about 21.4% of the tokens computed are padding", 3),
+        (1, "one a row and a batch, so nothing is padded", 0),
+    ],
+)
+def test_rows_that_are_not_packed(tmp_path: Path, batch: int, told: str, padding: int) -> None:
+    overrides = ("packing.tokens=8", "packing.enabled=false", f"packing.rows={batch}")
+    rows, said = prepared(recipe_of(tmp_path, [5, 2, 2, 2], *overrides))
+    assert f"not packed: 4 documents, {told}" in said
+    assert "packed into" not in said
+    assert "full" not in said
+    assert len(rows.rows) == 4
+    assert (rows.report.enabled, rows.report.padding_tokens) == (False, padding)
+
+
+def test_one_row_is_singular(tmp_path: Path) -> None:
+    _, said = prepared(recipe_of(tmp_path, [7], "packing.tokens=8"))
+    assert "packed into 1 row of 8 tokens: 87.5% full, 1 token of padding" in said
+
+
+def test_tokenising_shows_how_far_it_is_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr("rich.status.Status.update", lambda self, text: shown.append(text))
+    recipe = recipe_of(tmp_path, [3] * 600, "packing.tokens=8")
+    prepared(recipe, terminal=True)
+    source = tmp_path / "rows.jsonl"
+    assert shown == [f"reading {source}: 512 rows", f"reading {source}: 600 rows"]
