@@ -101,8 +101,18 @@ def test_lines_on_disk_are_the_records(tmp_path: Path) -> None:
     assert read_records(tmp_path).steps == kept.records
 
 
-def test_a_padded_batch_counts_its_rows_whole(tmp_path: Path) -> None:
+def test_a_padded_batch_counts_documents_and_padding_apart(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, collator=PaddedCollator(), rows=2, train_dataset=documents((5, 3)), max_steps=1)
+    kept = Kept(trainer)
+    trainer.train()
+    assert (kept.records[0].tokens, kept.records[0].documents, kept.records[0].padding_tokens) == (8, 2, 2)
+
+
+def test_a_padded_batch_of_another_collator_counts_whole(tmp_path: Path) -> None:
+    def without_lengths(examples: Any) -> dict[str, Any]:
+        return {name: value for name, value in PaddedCollator()(examples).items() if name != "lengths"}
+
+    trainer = trainer_of(tmp_path, collator=without_lengths, rows=2, train_dataset=documents((5, 3)), max_steps=1)
     kept = Kept(trainer)
     trainer.train()
     assert (kept.records[0].tokens, kept.records[0].documents, kept.records[0].padding_tokens) == (10, 2, 0)

@@ -56,9 +56,11 @@ class _StepTally:
             self.documents += len(segments.lengths)
             self.padding += segments.padding
             self.tokens += segments.total - segments.padding
-        else:  # padded batches: where padding begins is only known on the device, so the row is counted whole
+        else:  # padded batches; without the collator's lengths only the device knows where padding begins
+            tokens = sum(inputs.get("lengths", (rows * width,)))
             self.documents += rows
-            self.tokens += rows * width
+            self.padding += rows * width - tokens
+            self.tokens += tokens
         self.loss = loss if self.loss is None else self.loss + loss
         self.learned = learned
 
@@ -131,7 +133,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, Any]:
         """The batch's summed cross-entropy, and what the model gave (logits of one token only, unless whole)."""
         labels = inputs["labels"]
-        arguments = {name: value for name, value in inputs.items() if name != "labels"}
+        arguments = {name: value for name, value in inputs.items() if name not in ("labels", "lengths")}
         chunked = self.head is not None and not whole_logits
         if chunked:
             arguments["logits_to_keep"] = 1  # the model's own head runs on one token; 0 would mean all
