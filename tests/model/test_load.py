@@ -1,6 +1,10 @@
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
@@ -201,11 +205,43 @@ def test_code_of_the_models_own_is_not_run_unless_asked(folder: Path) -> None:
 )
 def test_what_the_hub_refuses(monkeypatch: pytest.MonkeyPatch, cause: type[Exception], message: str) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise OSError("transformers' own words") from cause.__new__(cause)  # their constructors want a whole response
+        raise cause.__new__(cause)  # their constructors want a whole response
 
-    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", refuse)
+    def refuse_in_transformers_words(*_: object, **__: object) -> None:
+        raise OSError("transformers' own words") from cause.__new__(cause)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    for function in (load_model, load_tokenizer):
+        with pytest.raises(InputError, match=f"model: owner/name {message}"):
+            function("owner/name", FLOAT32)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: None)
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", refuse_in_transformers_words)
     with pytest.raises(InputError, match=f"model: owner/name {message}"):
         load_model("owner/name", FLOAT32)
+
+
+def test_a_hub_that_does_not_answer_is_told_at_once_and_without_its_retries(tmp_path: Path) -> None:
+    program = (
+        "from slipstream.model.load import LoadOptions, load_model, load_tokenizer\n"
+        "from slipstream.errors import InputError\n"
+        "import time, transformers\n"
+        "from huggingface_hub import constants\n"
+        "assert not constants.HF_HUB_OFFLINE\n"
+        "began = time.monotonic()\n"
+        "for function in (load_model, load_tokenizer):\n"
+        "    try:\n        function('nobody/nomodel', LoadOptions(dtype='float32'))\n"
+        "    except InputError as error:\n        print(error)\n"
+        "print(time.monotonic() - began < 20)\n"
+    )
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **nowhere}, capture_output=True, text=True, check=True
+    )
+    *told, quick = ran.stdout.splitlines()
+    assert len(told) == 2
+    assert all("nobody/nomodel is no folder here, and the hub cannot be reached" in line for line in told)
+    assert quick == "True"
+    assert "Retrying" not in ran.stderr
 
 
 def test_a_hub_that_cannot_be_reached() -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 KINDS = "give a hub id (owner/name), a model folder, or a GGUF file"
 REMOTE_CODE = "read that code, then set load.trust_remote_code: true, or use a model that transformers knows"
+CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken", "*.spm")
 
@@ -160,6 +161,7 @@ def _tokenizer(source: _Source, options: LoadOptions) -> "PreTrainedTokenizerBas
             "copy the tokenizer files of the base model into it"
         )
     with _quiet(source), _explained(source.name):
+        _ask_hub(source, options)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.of_tokenizer(), **_arguments(options))
     return tokenizer
 
@@ -198,7 +200,7 @@ def _checked(source: _Source) -> _Source:
     path = Path(source.name)
     if not source.local or source.file is not None:
         return source
-    if not (path / "config.json").is_file():
+    if not (path / CONFIG_FILE).is_file():
         raise InputError(f"model: {path} has no config.json; {_meant_instead(path)}")
     if not _has_any(path, WEIGHT_FILES):
         raise InputError(
@@ -227,6 +229,7 @@ def _causal_config(name: str, source: _Source, options: LoadOptions) -> "PreTrai
     from transformers import AutoConfig, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    _ask_hub(source, options)
     raw, _ = PreTrainedConfig.get_config_dict(name, revision=options.revision or "main")
     model_type, own_code = raw.get("model_type"), "AutoModelForCausalLM" in raw.get("auto_map", {})
     if model_type not in CONFIG_MAPPING and not own_code:
@@ -243,6 +246,39 @@ def _causal_config(name: str, source: _Source, options: LoadOptions) -> "PreTrai
             "model; use a model whose architecture ends in ForCausalLM"
         )
     return config
+
+
+def _ask_hub(source: _Source, options: LoadOptions) -> None:
+    """Fetch a hub model's config unless it is cached: the loaders try a minute long to reach a hub that isn't there.
+
+    Raises the hub's own errors. One that answers, but not this question, is left to the loaders.
+    """
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    revision = options.revision or "main"
+    if source.local or isinstance(try_to_load_from_cache(source.name, CONFIG_FILE, revision=revision), str):
+        return
+    try:
+        with _no_hub_bars():
+            snapshot_download(source.name, revision=revision, allow_patterns=CONFIG_FILE)
+    except LocalEntryNotFoundError as error:
+        if not isinstance(error.__cause__, HfHubHTTPError):
+            raise
+
+
+@contextmanager
+def _no_hub_bars() -> Iterator[None]:
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def _is_causal(config: "PreTrainedConfig") -> bool:
@@ -284,15 +320,16 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Reason and remedy, by the hub's exception that lies under transformers' own."""
+    """Reason and remedy, by the hub's exception, which may lie under transformers' own."""
     from huggingface_hub.errors import (
         GatedRepoError,
+        HfHubHTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
-    cause = error.__cause__
+    cause = error if isinstance(error, HfHubHTTPError | LocalEntryNotFoundError) else error.__cause__
     if isinstance(cause, GatedRepoError):
         return "is gated: accept its terms on its hub page and run `hf auth login`, or give a local folder"
     if isinstance(cause, RepositoryNotFoundError):
