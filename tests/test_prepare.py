@@ -71,3 +71,14 @@ def test_tokenising_shows_how_far_it_is_on_a_terminal(tmp_path: Path, monkeypatc
     prepared(recipe, terminal=True)
     source = tmp_path / "rows.jsonl"
     assert shown == [f"reading {source}: 512 rows", f"reading {source}: 600 rows"]
+
+
+def test_a_folder_names_the_files_that_were_read(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, [3], f"data.train={tmp_path / 'set'}")
+    (tmp_path / "set").mkdir()
+    for index in range(12):
+        (tmp_path / "set" / f"{index:02}.jsonl").write_text('{"text": "xy"}\n')
+    (tmp_path / "set" / "README.md").write_text("not data")
+    _, said = prepared(recipe)
+    assert "12 files: 00.jsonl, 01.jsonl, " in said
+    assert "09.jsonl and 2 more\n" in said

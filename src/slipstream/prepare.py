@@ -47,10 +47,17 @@ def prepare_rows(recipe: Recipe, source: str, tokenizer: Any, console: Console) 
         lengths = tokenised.lengths
         rows, report = _packed(recipe, tokenised, lengths)
     console.print(f"{source}:")
+    if tokenised.files:
+        console.print(f"  {_files_line(tokenised.files)}")
     for line in tokenised.account.lines():
         console.print(f"  {line}")
     console.print(f"  {_packing_line(report, recipe.packing.rows)}")
     return Rows(tokenised, rows, report, length_histogram(lengths))
+
+
+def _files_line(files: tuple[str, ...]) -> str:
+    named, more = ", ".join(files[:10]), len(files) - 10
+    return f"{counted(len(files), 'file')}: {named}" + (f" and {more:,} more" if more > 0 else "")
 
 
 @contextmanager

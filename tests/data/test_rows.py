@@ -61,6 +61,8 @@ def test_a_folder_of_files(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("not data")
     (tmp_path / ".hidden").mkdir()
     jsonl(tmp_path / ".hidden" / "c.jsonl")
+    assert read_rows(str(tmp_path)).files == ("b.jsonl", "deep/a.parquet")
+    assert read_rows(str(tmp_path / "b.jsonl")).files == ()
     rows = list(read_rows(str(tmp_path)))
     assert [row.place for row in rows] == [
         "b.jsonl row 1",

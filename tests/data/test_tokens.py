@@ -154,6 +154,34 @@ def test_bad_rows_are_errors_by_number(tmp_path: Path, tokenizer: Any) -> None:
     assert "data.bad_rows: skip" in message
 
 
+def test_a_remedy_is_told_once_for_all_rows(tmp_path: Path, tokenizer: Any) -> None:
+    talks = [{"messages": [{"role": "bot", "content": "q"}]}] * 3
+    path = write(tmp_path, talks)
+    with pytest.raises(InputError) as raised:
+        made(path, tokenizer)
+    message = str(raised.value)
+    assert message.startswith(f"{path}: 3 bad rows; row 1: message 1 of messages is by 'bot'; row 2: message 1 of")
+    assert message.count("human/user/gpt/assistant/") == 1
+    assert message.count("; mend them, use the roles human/") == 1
+    assert message.endswith(", or set data.bad_rows: skip")
+
+
+def test_one_sentence_says_how_to_mend_a_row(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path, [{"text": "fine"}, {"body": "t"}])
+    with pytest.raises(InputError) as raised:
+        made(path, tokenizer)
+    assert str(raised.value) == (
+        f"{path}: 1 bad row; row 2: lacks text (format text; its fields are body); "
+        "mend it, set data.fields or data.format, or set data.bad_rows: skip"
+    )
+
+
+def test_a_set_of_no_format_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path, [{"body": "t"}])
+    with pytest.raises(InputError, match=rf"^{path}: row 1 fits no format: its fields are body"):
+        made(path, tokenizer)
+
+
 def test_bad_rows_can_be_skipped_and_are_counted(tmp_path: Path, tokenizer: Any) -> None:
     result = made(write(tmp_path, BAD), tokenizer, bad_rows="skip")
     assert [tokenizer.decode(row["input_ids"]) for row in result.documents] == ["fine</s>", "too</s>"]

@@ -119,7 +119,9 @@ def normalise(row: RawRow, name: str, fields: Mapping[str, str]) -> Row:
     missing = [field for field in _NEEDED[name] if fields.get(field, field) not in raw]
     if missing:
         wanted = " and ".join(fields.get(field, field) for field in missing)
-        raise RowError(f"lacks {wanted} (format {name}; its fields are {_listed(raw)}); set data.fields or data.format")
+        raise RowError(
+            f"lacks {wanted} (format {name}; its fields are {_listed(raw)})", "set data.fields or data.format"
+        )
     values = {field: raw.get(fields.get(field, field)) for field in (*_TELLING, *_OPTIONAL)}
     if name == "text":
         return Text(_filled(values["text"], "text"))
@@ -239,7 +241,7 @@ def _message(item: object, what: str, fields: Mapping[str, str]) -> Message:
         content_key = fields.get("value", "value")
     role = _ROLES.get(str(item[role_key]))
     if role is None:
-        raise RowError(f"{what} is by {item[role_key]!r}; known: {', '.join(_ROLES)}")
+        raise RowError(f"{what} is by {item[role_key]!r}", f"use the roles {'/'.join(_ROLES)}")
     rest = {key: value for key, value in item.items() if key not in (role_key, content_key) and value is not None}
     content = _content(item.get(content_key), what)
     if role == "function_call":

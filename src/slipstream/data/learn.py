@@ -135,7 +135,9 @@ class Renderer:
         used = [("tools", bool(chat.tools)), ("tool_calls", any("tool_calls" in message for message in chat.messages))]
         for name, given in used:
             if given and name not in template:
-                raise RowError(f"the chat template leaves out {name}; set data.chat_template to one that renders them")
+                raise RowError(
+                    f"the chat template leaves out {name}", "set data.chat_template to one that renders them"
+                )
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, ask: bool = False) -> str:
         """The rendering; with ``ask``, followed by the prompt to generate. Raises `RowError` where it fails."""

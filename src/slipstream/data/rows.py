@@ -52,7 +52,15 @@ class DataOptions:
 
 
 class RowError(Exception):
-    """A row cannot be used; the text is the reason. Caught where rows are counted, never seen by users."""
+    """A row cannot be used. Caught where rows are counted, never seen by users.
+
+    ``reason`` is told for each row, ``remedy`` (what the recipe or the data could do, in the imperative) once for all.
+    """
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        """See the class."""
+        super().__init__(f"{reason}; {remedy}" if remedy else reason)
+        self.reason, self.remedy = reason, remedy
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,8 @@ class Rows:
     fingerprint: str
     """Changes whenever the contents do."""
     read: Callable[[], Iterator[RawRow]]
+    files: tuple[str, ...] = ()
+    """The files of a folder, relative to it; empty for other sources."""
 
     def __iter__(self) -> Iterator[RawRow]:
         """The rows in order."""
@@ -98,7 +108,8 @@ def read_rows(source: str) -> Rows:
         files = _files(path)
         parts = [[str(file.relative_to(path)), _digest(file)] for file in files]
         several = path.is_dir()
-        return Rows(source, digest(parts), lambda: _read_files(files, path, several))
+        names = tuple(name for name, _ in parts) if several else ()
+        return Rows(source, digest(parts), lambda: _read_files(files, path, several), names)
     if _looks_local(source):
         raise InputError(f"{source}: no such file or folder; set data.train (or data.eval) to one that exists")
     return _hub_rows(source)

@@ -42,6 +42,8 @@ class TokenisedSet:
     documents: datasets.Dataset
     """``input_ids`` and ``labels``, lists of int32 of equal length, one row a document."""
     account: Account
+    files: tuple[str, ...] = ()
+    """The files that were read, where the source is a folder."""
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -70,7 +72,7 @@ def tokenise(
     first = next((row for row in rows if row.fields is not None), None)
     if first is None:
         raise InputError(f"{source}: no row can be read; the first fault: {next(iter(rows)).fault}")
-    name = recognise(first, options)
+    name = _recognised(source, first, options)
     renderer = renderer_for(tokenizer, name, options.chat_template, options.learn)
     key = _key(rows, name, options, renderer, max_length)
     cache = ArrowCache.at(cache_dir)
@@ -79,7 +81,14 @@ def tokenise(
         maker = _Maker(source, name, options, Encoder(renderer), max_length, progress)
         note: dict[str, Any] = {}
         entry = cache.write(key, maker.batches(rows, note), note)
-    return TokenisedSet(entry.dataset, Account.from_json(entry.note))
+    return TokenisedSet(entry.dataset, Account.from_json(entry.note), rows.files)
+
+
+def _recognised(source: str, first: RawRow, options: DataOptions) -> str:
+    try:
+        return recognise(first, options)
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
 
 
 def _key(rows: Rows, name: str, options: DataOptions, renderer: Renderer, max_length: int) -> str:
@@ -108,6 +117,7 @@ class _Maker:
         self.source, self.name, self.options, self.encoder, self.max_length = source, name, options, encoder, max_length
         self.progress, self.books, self.rows_read = progress, Books(), 0
         self.faults: list[str] = []
+        self.remedies: dict[str, None] = {}
         self.overlong: list[str] = []
 
     def batches(self, rows: Rows, note: dict[str, Any]) -> Iterator[pa.RecordBatch]:
@@ -127,7 +137,8 @@ class _Maker:
         for row, text in chunk:
             result = next(results) if isinstance(text, Rendered) else text
             if isinstance(result, RowError):
-                self._fault(row, str(result))
+                self._fault(row, result.reason)
+                self.remedies.update({result.remedy: None} if result.remedy else {})
             else:
                 yield row, result
 
@@ -187,7 +198,8 @@ class _Maker:
         bad = _first(self.faults, account.rows_bad)
         if account.rows_bad and options.bad_rows == "error":
             count = counted(account.rows_bad, "bad row")
-            raise InputError(f"{self.source}: {count}; {bad}; mend them or set data.bad_rows: skip")
+            mend = ["mend it" if account.rows_bad == 1 else "mend them", *self.remedies]
+            raise InputError(f"{self.source}: {count}; {bad}; {', '.join(mend)}, or set data.bad_rows: skip")
         if account.rows_dropped and options.overlong == "error":
             count = f"{counted(account.rows_dropped, 'row')} longer than max_length {self.max_length:,}"
             raise InputError(
@@ -200,7 +212,7 @@ class _Maker:
             )
             raise InputError(
                 f"{self.source}: nothing is left of {counted(account.rows_read, 'row')}: {why}"
-                + (f" ({bad})" if bad else "")
+                + (f" ({'; '.join([bad, *self.remedies])})" if bad else "")
             )
 
 
