@@ -1,27 +1,35 @@
 """What packed rows look like: text, boundaries, learned tokens. For eyes, before a run is paid for.
 
 Tokens are decoded one by one, so a character that is split over tokens shows as a replacement mark; decoding the whole
-text would hide where a token begins and whether it is learned.
+text would hide where a token begins and whether it is learned. Where the console has no colours to tell by (a pipe, a
+file), runs of learned tokens stand in guillemets, which the text itself may hold as well.
 """
 
+from itertools import groupby
 from typing import Any
 
 from datasets import Dataset
 from rich.console import Console
 from rich.text import Text
 
+from slipstream.data.account import counted
 from slipstream.data.batch import IGNORE
 
 
 def preview(rows: Dataset, tokenizer: Any, *, rows_shown: int, console: Console) -> dict[str, Any]:
-    """Print the first ``rows_shown`` rows (learned tokens bold and green) and return them as plain values."""
+    """Print the first ``rows_shown`` rows and return them as plain values.
+
+    Learned tokens are bold and green on a terminal, and stand between ``«`` and ``»`` elsewhere.
+    """
     shown = [_row(rows[index], tokenizer) for index in range(min(rows_shown, len(rows)))]
     for index, row in enumerate(shown):
         lengths = [document["tokens"] for document in row["documents"]]
-        console.print(f"row {index + 1}: {len(lengths)} documents, {sum(lengths):,} tokens")
+        amounts = f"{counted(len(lengths), 'document')}, {counted(sum(lengths), 'token')}"
+        console.print(f"row {index + 1}: {amounts}")
         for number, document in enumerate(row["documents"], start=1):
-            console.print(f"-- document {number}: {document['tokens']:,} tokens, {document['learned']:,} learned")
-            console.print(_styled(document["pieces"]))
+            tokens = counted(document["tokens"], "token")
+            console.print(f"-- document {number}: {tokens}, {document['learned']:,} learned")
+            console.print(_styled(document["pieces"]) if console.is_terminal else _marked(document["pieces"]))
     return {"rows": [_without_pieces(row) for row in shown]}
 
 
@@ -51,6 +59,12 @@ def _styled(pieces: list[tuple[str, bool]]) -> Text:
     for piece, learned in pieces:
         text.append(piece, style="bold green" if learned else "dim")
     return text
+
+
+def _marked(pieces: list[tuple[str, bool]]) -> Text:
+    runs = groupby(pieces, key=lambda piece: piece[1])
+    texts = ((learned, "".join(piece for piece, _ in run)) for learned, run in runs)
+    return Text("".join(f"«{text}»" if learned else text for learned, text in texts))
 
 
 def _without_pieces(row: dict[str, Any]) -> dict[str, Any]:
