@@ -103,9 +103,12 @@ def test_lines_on_disk_are_the_records(tmp_path: Path) -> None:
 
 def test_a_padded_batch_counts_documents_and_padding_apart(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, collator=PaddedCollator(), rows=2, train_dataset=documents((5, 3)), max_steps=1)
-    kept = Kept(trainer)
+    kept, given = Kept(trainer), set[str]()
+    trainer.model.register_forward_pre_hook(lambda _, args, named: given.update(named), with_kwargs=True)
     trainer.train()
     assert (kept.records[0].tokens, kept.records[0].documents, kept.records[0].padding_tokens) == (8, 2, 2)
+    assert "attention_mask" in given
+    assert "lengths" not in given, "what the host counts with is not the model's"
 
 
 def test_a_padded_batch_of_another_collator_counts_whole(tmp_path: Path) -> None:
