@@ -190,3 +190,16 @@ def test_a_signal_while_the_result_is_saved_changes_nothing(
     assert not start().interrupted
     assert outcome(tmp_path / "run") == "finished"
     assert weights(tmp_path / "run")
+
+
+def test_a_warm_up_longer_than_the_run_is_told(start: Start) -> None:
+    with pytest.raises(InputError, match=r"warmup"):
+        start(train__steps=None, train__epochs=1, train__warmup=1000)
+
+
+def test_the_adapter_tells_where_it_comes_from(start: Start, tmp_path: Path) -> None:
+    start()
+    card = (tmp_path / "run" / "adapter" / "README.md").read_text()
+    assert "library_name: peft" in card
+    assert f"# Adapter for {tmp_path / 'base'}" in card
+    assert "learning_rate: 0.01" in card

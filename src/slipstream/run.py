@@ -32,12 +32,12 @@ from slipstream.data.preview import preview
 from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator, PaddedCollator
 from slipstream.errors import InputError
-from slipstream.model.load import load_tokenizer
+from slipstream.model.load import check_context, load_tokenizer
 from slipstream.model.lora import trainable_summary
 from slipstream.prepare import Rows, build_model, prepare_rows, quiet_libraries
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
-from slipstream.train.arguments import KeepBest, check_trackers, training_arguments
+from slipstream.train.arguments import KeepBest, check_schedule, check_trackers, training_arguments
 from slipstream.train.checkpoint import checkpoint_step, last_checkpoint
 from slipstream.train.divergence import StopOnDivergence
 from slipstream.train.interrupt import StopRequest
@@ -97,15 +97,28 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console) -> tuple["_Tr
     eval_rows = prepare_rows(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
     use_template(tokenizer, recipe.data.chat_template)
 
+    check_schedule(recipe.train, planned_steps(recipe, len(train_rows.rows)))
+
     console.print(f"loading {recipe.model}")
     model = build_model(recipe, device)
     autocast: torch.dtype = getattr(torch, compute_dtype(describe(device)))
     tokens = recipe.packing.tokens * recipe.packing.rows
     apply(model, Options(activations=recipe.memory.activations, tokens=tokens, compute_dtype=autocast))
-    for decision in run_decisions(recipe, model):
+    longest = max(int(rows.tokenised.lengths.max()) for rows in (train_rows, eval_rows) if rows is not None)
+    context = check_context(model.config, longest, "data.max_length")
+    decided = [*run_decisions(recipe, model), *([] if context is None else [context])]
+    for decision in decided:
         console.print(f"  {decision}")
-    record = describe_run(recipe, model, device, train_rows, eval_rows)
+    record = describe_run(recipe, model, device, train_rows, eval_rows, decided)
     return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record), autocast
+
+
+def planned_steps(recipe: Recipe, rows: int) -> int:
+    """Optimizer steps of a run over ``rows`` packed rows (documents, where packing is off), as the trainer counts."""
+    if recipe.train.steps is not None:
+        return recipe.train.steps
+    updates = math.ceil(math.ceil(rows / recipe.packing.rows) / recipe.train.accumulate)
+    return math.ceil(recipe.train.epochs * updates)
 
 
 def run_decisions(recipe: Recipe, model: nn.Module) -> list[Decision]:
@@ -277,10 +290,21 @@ class _Training:
         target = self.folder.adapter if lora else self.folder.model
         restore(self.model)
         staged = staging_for(target)
+        staged.mkdir(parents=True, exist_ok=True)
+        if lora:
+            (staged / "README.md").write_text(self._model_card(), encoding="utf-8")  # peft fills its header
         self.model.save_pretrained(staged)
         self.tokenizer.save_pretrained(staged)
         publish(target)
         self.console.print(f"{'adapter' if lora else 'model'} saved in {target}")
+
+    def _model_card(self) -> str:
+        recipe = self.recipe
+        return (
+            f"---\nlibrary_name: peft\n---\n\n# Adapter for {recipe.model}\n\nTrained with Slipstream {SLIPSTREAM} on "
+            f"`{recipe.data.train}` ({self.train_rows.report.documents:,} documents). The recipe:\n\n"
+            f"```yaml\n{recipe.to_yaml()}```\n"
+        )
 
     def _print(self, summary: RunSummary) -> None:
         say = self.console.print
@@ -308,7 +332,12 @@ def show_data(recipe: Recipe, *, rows: int, console: Console) -> dict[str, Any]:
 
 
 def describe_run(
-    recipe: Recipe, model: nn.Module, device: torch.device, train_rows: Rows, eval_rows: Rows | None
+    recipe: Recipe,
+    model: nn.Module,
+    device: torch.device,
+    train_rows: Rows,
+    eval_rows: Rows | None,
+    decided: list[Decision],
 ) -> dict[str, Any]:
     """What run.json holds before the first step."""
     summary = trainable_summary(model)
@@ -322,7 +351,7 @@ def describe_run(
         "recipe": recipe.to_dict(),
         "versions": {"python": platform.python_version(), **library_versions()},
         "device": asdict(describe(device)),
-        "decisions": [asdict(decision) for decision in run_decisions(recipe, model)],
+        "decisions": [asdict(decision) for decision in decided],
         "rows": {name: rows and rows_digest(rows) for name, rows in sets.items()},
         "data": {name: rows and asdict(rows.tokenised.account) for name, rows in sets.items()},
         "packing": {
