@@ -206,6 +206,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             inputs = self._prepare_inputs(inputs)
             loss += self._summed_loss(self.model, inputs)[0]
             count += learned_tokens(inputs["labels"])
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.model.train(was_training)
         loss, count = self.accelerator.reduce((loss, count), reduction="sum")
         self._step_began = time.perf_counter()
