@@ -11,6 +11,7 @@ from rich.console import Console
 
 from slipstream.prepare import Rows, prepare_rows
 from slipstream.recipe import Recipe, load_recipe
+from slipstream.run import show_data
 from tiny import tiny_tokenizer
 
 
@@ -82,3 +83,17 @@ def test_a_folder_names_the_files_that_were_read(tmp_path: Path) -> None:
     _, said = prepared(recipe)
     assert "12 files: 00.jsonl, 01.jsonl, " in said
     assert "09.jsonl and 2 more\n" in said
+
+
+def test_shown_data_comes_with_account_and_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.run.load_tokenizer", lambda *_: tiny_tokenizer(eos="</s>"))
+    (tmp_path / "eval.jsonl").write_text('{"text": "xyz"}\n')
+    recipe = recipe_of(tmp_path, [4, 3, 2, 2], "packing.tokens=8", f"data.eval={tmp_path / 'eval.jsonl'}")
+    said = io.StringIO()
+    values = json.loads(json.dumps(show_data(recipe, rows=1, console=Console(file=said, width=400))))
+    assert list(values) == ["account", "packing", "eval", "rows"]
+    assert (values["account"]["documents"], values["packing"]["rows"], len(values["rows"])) == (4, 2, 1)
+    assert values["eval"]["account"]["tokens"] == 4
+    assert f"{tmp_path / 'eval.jsonl'}:\n  1 of 1 row kept" in said.getvalue()
+    without = recipe_of(tmp_path, [4, 3], "packing.tokens=8")
+    assert show_data(without, rows=1, console=Console(file=said))["eval"] is None

@@ -7,7 +7,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import datasets
@@ -95,6 +95,12 @@ def _packing_line(report: PackingReport, batch: int) -> str:
     return (
         f"{documents}, padded in batches of {batch:,}: about {1 - report.fill:.1%} of the tokens computed are padding"
     )
+
+
+def data_record(prepared: Rows) -> dict[str, Any]:
+    """The ``account`` of a data set and what ``packing`` achieved, as plain values."""
+    packing = {**asdict(prepared.report), "length_histogram": prepared.histogram}
+    return {"account": prepared.tokenised.account.as_json(), "packing": packing}
 
 
 def build_model(recipe: Recipe, device: torch.device) -> Any:

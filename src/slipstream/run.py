@@ -34,7 +34,7 @@ from slipstream.device.feed import PackedCollator, PaddedCollator
 from slipstream.errors import InputError
 from slipstream.model.load import check_context, load_tokenizer
 from slipstream.model.lora import trainable_summary
-from slipstream.prepare import Rows, build_model, prepare_rows, quiet_libraries
+from slipstream.prepare import Rows, build_model, data_record, prepare_rows, quiet_libraries
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
 from slipstream.train.arguments import KeepBest, check_schedule, check_trackers, training_arguments
@@ -325,7 +325,9 @@ def show_data(recipe: Recipe, *, rows: int, console: Console) -> dict[str, Any]:
     quiet_libraries()
     tokenizer = load_tokenizer(recipe.model, recipe.load)
     prepared = prepare_rows(recipe, recipe.data.train, tokenizer, console)
-    return preview(prepared.rows, tokenizer, rows_shown=rows, console=console)
+    held_out = prepare_rows(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
+    shown = preview(prepared.rows, tokenizer, rows_shown=rows, console=console)
+    return {**data_record(prepared), "eval": held_out and data_record(held_out), **shown}
 
 
 # ------------------------------------------------------------------------------------------------ run.json
