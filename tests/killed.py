@@ -75,7 +75,7 @@ def half_removed(path: Path, **_: Any) -> None:
 
 
 def half_result(_: Any, path: Any, **__: Any) -> None:
-    Path(path).mkdir()
+    Path(path).mkdir(parents=True, exist_ok=True)
     (Path(path) / "adapter_model.safetensors").write_bytes(b"half")
     die()
 

@@ -50,7 +50,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on s
 def main() -> None:
     """Run the command line: 0 done, 2 wrong input, 130 interrupted, 1 anything else (with its traceback)."""
     try:
-        app(prog_name="slipstream")
+        try:
+            app(prog_name="slipstream")
+        finally:
+            sys.stdout.flush()  # here, where a reader that has gone is told apart from a fault
     except InputError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         sys.exit(EXIT_INPUT)
