@@ -1,6 +1,7 @@
 """Nothing is built twice: one mask a batch for each distinct (device, dtype, window), whatever the layers."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from packed import FAMILIES, LENGTHS, WINDOWS, documents, logits_of, model_of, row_of, scaled, with_adapter
 from slipstream import Options, apply
 from slipstream.train.loss import summed_cross_entropy
+from training import trainer_of
 
 CPU = torch.device("cpu")
 
@@ -95,6 +97,20 @@ def test_no_value_is_read_back(family: str) -> None:
         with ReadBacks() as reading:
             logits_of(model, row).sum().backward()
         assert reading.count == 0
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_the_trainers_loss_reads_nothing_back(activations: Any, tmp_path: Path) -> None:
+    """From batch to gradients through ``Trainer.compute_loss``: chunks of logits, counts, division."""
+    model = apply(with_adapter(model_of("qwen3")), Options(activations=activations))
+    trainer = trainer_of(tmp_path, model)
+    assert trainer.head is not None
+    row = row_of(documents())
+    with ReadBacks() as reading:
+        trainer.compute_loss(model.train(), row).backward()
+        trainer.compute_loss(model, row, num_items_in_batch=torch.tensor(7)).backward()
+    assert reading.count == 0
+    assert any(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_the_count_of_values_read_back_sees_them() -> None:
