@@ -15,7 +15,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,8 +160,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return 0
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        if self.compute_dtype is None:
-            return nullcontext()
+        if self.compute_dtype is None:  # as args.bf16 says; the head runs outside the forward that accelerate wraps
+            context: AbstractContextManager[Any] = self.accelerator.autocast()
+            return context
         return torch.autocast(device.type, dtype=self.compute_dtype)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
