@@ -185,7 +185,7 @@ def bench_packing(
     ),
     rounds: Annotated[int | None, typer.Option("--rounds", min=2, help="Timed rounds of all arms.")] = None,
     layers: Annotated[int | None, typer.Option("--layers", help="Fewer layers than the shapes have.")] = None,
-    part: Annotated[str, typer.Option("--part", help="layer, step or all.")] = "all",
+    part: Annotated[str, typer.Option("--part", help="layer or all.")] = "all",
 ) -> None:
     """Boundaries built once a batch against once a layer: the published measurement, on this device."""
     with _output(as_json) as emit:

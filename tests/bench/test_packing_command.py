@@ -27,12 +27,11 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
 
 def test_json_is_one_document_and_files_are_written(call, tmp_path: Path) -> None:
     code, out, err = call(
-        *QUICK, "--json", "--part", "step", "--out", f"{tmp_path}/r.json", "--csv", f"{tmp_path}/r.csv"
+        *QUICK, "--json", "--part", "all", "--out", f"{tmp_path}/r.json", "--csv", f"{tmp_path}/r.csv"
     )
     assert code == 0
     (row,) = json.loads(out)["rows"]
     assert "comparisons" in row
-    assert "layer" not in row
     assert json.loads((tmp_path / "r.json").read_text()) == json.loads(out)
     assert len((tmp_path / "r.csv").read_text().splitlines()) == 10
     assert "prediction" not in out
@@ -48,7 +47,7 @@ def test_tables_end_with_a_line_for_machines(call) -> None:
         "held": 0,
         "left_out": 0,
     }
-    for shown in ("stock ?", "wasteful-loop 2+2", "slipstream 1+1", "13.7", "206", "319", "+43.3%", "one layer alone"):
+    for shown in ("stock ?", "wasteful-loop 2+2", "slipstream 1+1", "13.7", "206", "319", "+43.3%", "one layer"):
         assert shown in out
 
 
@@ -65,7 +64,7 @@ def test_refused_choices_are_shown(call) -> None:
         (["--shape", "tini"], "did you mean tiny"),
         (["--tokens", "12"], "tokens 12 < 64"),
         (["--tokens", "2k"], "--tokens '2k' must be whole numbers"),
-        (["--part", "both"], "--part 'both' is none of layer, step, all"),
+        (["--part", "both"], "--part 'both' is none of layer, all"),
         (["--activations", "offload"], "--activations 'offload' is none of keep, recompute"),
         (["--activations", ","], "--activations is empty"),
         (["--out", "/no/such/folder/r.json"], "existing folder"),

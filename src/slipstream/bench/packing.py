@@ -2,11 +2,12 @@
 
 For each shape, row, attention choice and kind of activations, arms take turns on one model: stock transformers with
 position ids; boundaries and mask rebuilt in every layer (two references, ``wasteful.py``); Slipstream. In the same
-rounds stand-alone arms time L calls of one layer's attention, with its structure kept and rebuilt each time: the
+rounds stand-alone arms time L calls of one decoder layer, with the structure kept and rebuilt each time: the
 difference, what a rebuild adds to a layer with the waits it forces, is the formula's s. From it follows the prediction,
 (L − 1) · s and with recompute (2L − 1) · s; beside it stands what was saved in forward, backward and whole step. (The
-builds by themselves are timed too; back to back they are cheaper than between a layer's other launches, so that they
-predict too little.) All arms are first proven to compute the same.
+builds by themselves are timed too; back to back they cost less than in a layer, where a wait also lets the device run
+dry until the host has launched what follows, so that they predict too little.) All arms are first proven to compute
+the same.
 
 A case that can't run here (an attention choice refused, dense masks that don't fit) is a row with the reason.
 """
@@ -26,6 +27,7 @@ from slipstream.bench.packing_arms import (
     FORWARD,
     OURS,
     STOCK,
+    LayerCalls,
     PackedStep,
     Workbench,
     packed_steps,
@@ -34,14 +36,13 @@ from slipstream.bench.packing_arms import (
 from slipstream.bench.packing_fit import default_tokens, refuse_what_does_not_fit
 from slipstream.bench.shapes import SHAPES, random_documents, shape_config
 from slipstream.bench.statistics import Verdict, bootstrap_interval, paired_differences
-from slipstream.bench.wasteful import Kind, PackedRow, attention_function, choices, kinds, rebuild, wasteful_attention
+from slipstream.bench.wasteful import Kind, PackedRow, choices, kinds, rebuild
 from slipstream.cost.estimate import packing_saved_forward, packing_saved_seconds
 from slipstream.device.segments import Segments
 from slipstream.errors import InputError
-from slipstream.model.attention import mask_placeholder
 from slipstream.transform import Options, apply, restore
 
-Part = Literal["layer", "step", "all"]
+Part = Literal["layer", "all"]
 Say = Callable[[str], None]
 Save = Callable[[dict[str, Any]], None]
 PUBLISHED: Mapping[str, Any] = {
@@ -85,7 +86,7 @@ class PackingBench:
     recompute: tuple[bool, ...] = (False, True)
     """Whether layers are recomputed in the backward."""
     part: Part = "all"
-    """``layer``: builds and one layer's attention; ``step``: builds and training steps; ``all``: both."""
+    """``layer``: builds and one decoder layer; ``all``: training steps as well."""
     rounds: int | None = None
     """Timed rounds; 20 on a card, else 5."""
     warmup: int = 3
@@ -191,21 +192,19 @@ def measure_case(case: Case, options: PackingBench) -> dict[str, Any]:
 
 
 def _measured(case: Case, options: PackingBench) -> dict[str, Any]:
-    with_layer, with_step = options.part in ("layer", "all"), options.part in ("step", "all")
     rounds = _rounds(options, case.bench.device)
     clock = clock_for(case.bench.device)
     row: dict[str, Any] = {**case.name(), "dtype": str(case.bench.dtype).removeprefix("torch.")}
-    alone = {**build_arms(case), **layer_arms(case)}
-    if with_layer:
-        times = measure(alone, rounds, options.warmup, clock)
-        row["layer"] = {"builds": _build_costs(case, times), "attention": _attention_costs(case, times)}
-    if with_step:
-        steps = packed_steps(case.bench, case.documents, case.tokens, case.choice, case.kinds)
-        row["arms"] = prove_equal(steps)
-        times = measure({**alone, **{name: step.arm() for name, step in steps.items()}}, rounds, options.warmup, clock)
-        _drop_batches(steps.values())
-        row["builds"] = _build_costs(case, times)
-        row["rebuild_adds"] = _added_by_rebuilding(case, times)
+    steps = packed_steps(case.bench, case.documents, case.tokens, case.choice, case.kinds)
+    row["arms"] = prove_equal(steps)
+    arms = {**build_arms(case), **layer_arms(steps)}
+    if options.part == "all":
+        arms |= {name: step.arm() for name, step in steps.items()}
+    times = measure(arms, rounds, options.warmup, clock)
+    _drop_batches(steps.values())
+    row["builds"], row["layer"] = _build_costs(case, times), _layer_costs(case, times)
+    row["rebuild_adds"] = _added_by_rebuilding(case, times)
+    if options.part == "all":
         row["comparisons"] = _comparisons(case, times, row["rebuild_adds"])
         for name in steps:
             row["arms"][name]["seconds"] = {part: _rounded(values) for part, values in times[name].items()}
@@ -240,34 +239,9 @@ def build_arms(case: Case) -> dict[str, Arm]:
     return arms
 
 
-def layer_arms(case: Case) -> dict[str, Arm]:
-    """One layer's attention without gradients, L calls back to back: with its structure kept, and rebuilt each time."""
-    config, device, dtype = case.bench.base.config, case.bench.device, case.bench.dtype
-    module = next(m for m in case.bench.base.modules() if type(m).__name__.endswith("Attention"))
-    heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-    draw = torch.Generator(device).manual_seed(0)
-    tensors = [
-        torch.randn(1, count, case.tokens, config.head_dim, generator=draw, dtype=dtype, device=device)
-        for count in heads
-    ]
-    mask = mask_placeholder(device)
-    segments = Segments.from_lengths([len(one["input_ids"]) for one in case.documents]).on(device)
-    position_ids = _position_ids(case)
-
-    def repeated(attend: Callable[..., object], given: Callable[[], dict[str, Any]]) -> Arm:
-        def chain() -> None:
-            with torch.no_grad(), case.bench.autocast():
-                arguments = given()
-                for _ in range(case.bench.layers):
-                    attend(module, *tensors, mask, **arguments)
-
-        return Arm({"attention": chain})
-
-    arms = {"attention-kept": repeated(attention_function(case.choice), lambda: {"segments": segments})}
-    for kind in case.kinds:
-        attend = partial(wasteful_attention, case.choice, kind)
-        arms[f"attention-{kind}"] = repeated(attend, lambda: {"packed_row": PackedRow(position_ids)})
-    return arms
+def layer_arms(steps: Mapping[str, PackedStep]) -> dict[str, Arm]:
+    """One decoder layer L times over, as each arm calls it: with its structure kept, and rebuilt each time."""
+    return {f"layer-{name}": LayerCalls(step).arm() for name, step in steps.items() if name != STOCK}
 
 
 def _position_ids(case: Case) -> torch.Tensor:
@@ -281,20 +255,20 @@ def _build_costs(case: Case, times: Times) -> dict[str, float]:
     return {name: _median(times[name][WHOLE]) / case.bench.layers for name in names}
 
 
-def _attention_costs(case: Case, times: Times) -> dict[str, float]:
-    """Median seconds of one layer's attention call."""
+def _layer_costs(case: Case, times: Times) -> dict[str, float]:
+    """Median seconds of one layer's forward, by arm."""
     return {
-        name: _median(values[WHOLE]) / case.bench.layers
+        name.removeprefix("layer-"): _median(values[WHOLE]) / case.bench.layers
         for name, values in times.items()
-        if name.startswith("attention-")
+        if name.startswith("layer-")
     }
 
 
 def _added_by_rebuilding(case: Case, times: Times) -> dict[str, float]:
-    """Median seconds that rebuilding adds to one layer's attention call, by reference: the formula's s."""
-    kept = times["attention-kept"][WHOLE]
+    """Median seconds that rebuilding adds to one layer's forward, by reference: the formula's s."""
+    kept = times[f"layer-{OURS}"][WHOLE]
     return {
-        kind: _median(paired_differences(times[f"attention-{kind}"][WHOLE], kept)) / case.bench.layers
+        kind: _median(paired_differences(times[f"layer-wasteful-{kind}"][WHOLE], kept)) / case.bench.layers
         for kind in case.kinds
     }
 

@@ -133,6 +133,46 @@ class PackedStep:
         return {METADATA: found, "structures": sum(row.builds.values()) - found}
 
 
+@dataclass(eq=False)
+class LayerCalls:
+    """The first decoder layer, called as an arm's forward calls it, L times: each on what the call before gave."""
+
+    step: PackedStep
+    call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    """Positional and keyword arguments of the layer's call in the arm's forward."""
+
+    def arm(self) -> Arm:
+        """The calls as the harness times them; forward only, graphs as in training."""
+        return Arm({"layer": self.run}, self.prepare)
+
+    def prepare(self) -> None:
+        """Switch to the arm and see how its forward calls the layer."""
+        self.step.prepare()
+        hook = self._layer().register_forward_pre_hook(self._keep, with_kwargs=True)
+        try:
+            with torch.no_grad():
+                self.step.logits()
+        finally:
+            hook.remove()
+        assert self.call[0], "the layer was not called with its hidden states in place"
+
+    def run(self) -> None:
+        """L calls; the graph they leave behind is dropped at the end, as no backward follows."""
+        (hidden, *others), named = self.call
+        layer, hidden = self._layer(), hidden.detach().requires_grad_()
+        with self.step.bench.autocast():
+            for _ in range(self.step.bench.layers):
+                out = layer(hidden, *others, **named)
+                hidden = out[0] if isinstance(out, tuple) else out
+
+    def _layer(self) -> torch.nn.Module:
+        layer: torch.nn.Module = self.step.bench.base.get_decoder().layers[0]
+        return layer
+
+    def _keep(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.call = args, kwargs
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What one step of an arm computed."""

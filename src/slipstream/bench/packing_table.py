@@ -27,11 +27,11 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         if "refused" in row:
             console.print(f"  left out: {row['refused']}")
         if "layer" in row:
-            console.print(f"  one layer alone: {_layer_line(row['layer'])}")
-        if "comparisons" in row:
-            console.print(f"  beside the steps: {_builds_line(row['builds'])}")
+            console.print(f"  builds alone: {_builds_line(row['builds'])}")
+            console.print(f"  one layer: {', '.join(f'{name} {_ms(value)}' for name, value in row['layer'].items())}")
             adds = ", ".join(f"{kind} {_ms(seconds)}" for kind, seconds in row["rebuild_adds"].items())
             console.print(f"  a rebuild adds to a layer, with the waits it forces: {adds}")
+        if "comparisons" in row:
             console.print(f"  built in a step, boundaries + structures: {_counts_line(row['arms'])}")
             console.print(_case_table(row))
     console.print(_published_table(result["published"]))
@@ -49,11 +49,6 @@ def _builds_line(builds: Mapping[str, float]) -> str:
         f"m {name.removeprefix('rebuild-')} {_ms(value)}" for name, value in builds.items() if name != "metadata"
     )
     return ", ".join([f"boundaries s {_ms(builds['metadata'])}", *rebuilt])
-
-
-def _layer_line(layer: Mapping[str, Mapping[str, float]]) -> str:
-    attention = (f"{name.removeprefix('attention-')} {_ms(value)}" for name, value in layer["attention"].items())
-    return f"{_builds_line(layer['builds'])}; attention {', '.join(attention)}"
 
 
 def _counts_line(arms: Mapping[str, Any]) -> str:
