@@ -216,8 +216,6 @@ def test_refused_keys_and_values(write: Write, override: str, told: str) -> None
 @pytest.mark.parametrize(
     "override",
     [
-        "train.mode=captured",
-        "train.mode=compiled",
         "memory.activations=offload",
         "memory.host_limit=32",
         "load.quantize=nf4",
@@ -231,7 +229,7 @@ def test_planned_values_say_so_and_what_to_use(write: Write, override: str) -> N
 
 
 def test_all_problems_are_told_at_once(write: Write) -> None:
-    message = problem(write("rank: 3\npacking: {tokens: 3.7}\ntrain: {mode: captured}\nmodel: m\n"), "foo")
+    message = problem(write("rank: 3\npacking: {tokens: 3.7}\ntrain: {mode: fast}\nmodel: m\n"), "foo")
     lines = message.splitlines()
     assert lines[0].endswith("recipe.yaml: 6 problems")
     assert [line.split(":")[0].strip() for line in lines[1:]] == [

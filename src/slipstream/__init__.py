@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from slipstream.device.feed import PackedCollator
     from slipstream.device.segments import Segments
     from slipstream.errors import InputError
+    from slipstream.train.train_step import TrainStep
     from slipstream.train.trainer import Trainer
     from slipstream.transform import Options, apply, decisions, restore
 
@@ -21,6 +22,7 @@ __all__ = [
     "Options",
     "PackedCollator",
     "Segments",
+    "TrainStep",
     "Trainer",
     "apply",
     "decisions",
@@ -35,6 +37,7 @@ _HOMES = {
     "Options": "slipstream.transform",
     "PackedCollator": "slipstream.device.feed",
     "Segments": "slipstream.device.segments",
+    "TrainStep": "slipstream.train.train_step",
     "Trainer": "slipstream.train.trainer",
     "apply": "slipstream.transform",
     "decisions": "slipstream.transform",

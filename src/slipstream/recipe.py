@@ -48,8 +48,6 @@ NOT_YET: Mapping[tuple[str, object], str] = {
     ("load.quantize", "nf4"): "use none, with load.dtype: bfloat16 to halve the weights",
     ("adapter.experts", True): "leave it false: the dense linear layers are adapted",
     ("adapter.router", True): "leave it false: the router stays as it is",
-    ("train.mode", "compiled"): "use eager, or auto, which takes it",
-    ("train.mode", "captured"): "use eager, or auto, which takes it",
     ("memory.activations", "offload"): "use recompute",
 }
 """Values of the recipe that are planned: what to use instead. Looked up only once a value was refused."""

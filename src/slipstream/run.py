@@ -153,8 +153,7 @@ class _Training:
     def run(self, checkpoint: Path | None, autocast: torch.dtype) -> RunSummary:
         """Train to the end or to the first signal, and leave everything in the run folder."""
         trainer = self._trainer(autocast)
-        self.console.print(f"  {trainer.loss_decision}")
-        self.record["decisions"].append(asdict(trainer.loss_decision))
+        self._decided(trainer.batch_loss.decision)
         if checkpoint is not None:
             self._go_on(checkpoint)
         self.folder.write_run(self.record)
@@ -169,6 +168,12 @@ class _Training:
             if self.stop.signal is None:
                 self._complete(trainer)
         return self._finish(trainer, seconds)
+
+    def _decided(self, decision: Decision) -> None:
+        """Tell a decision and keep it; a later one of the same name takes the place of the one before."""
+        self.console.print(f"  {decision}")
+        kept = [one for one in self.record["decisions"] if one["name"] != decision.name]
+        self.record["decisions"] = [*kept, asdict(decision)]
 
     def _complete(self, trainer: Trainer) -> None:
         """What ends a run that was not interrupted: the last evaluation, if it has not been, and the result."""
@@ -198,6 +203,8 @@ class _Training:
             compute_dtype=None if autocast == torch.float32 else autocast,
             step_log=self.step_log,
             on_eval=self._record_eval,
+            mode=recipe.train.mode,
+            on_decision=self._decided,
             callbacks=[KeepBest(), self.stop],
         )
         for watcher in (ProgressBar(self.console, self.step_log), self.divergence):  # after the step is recorded

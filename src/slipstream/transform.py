@@ -48,6 +48,8 @@ class Applied:
     """What hangs on a model after ``apply``, and what ``restore`` needs."""
 
     decisions: tuple[Decision, ...]
+    attention: str | None
+    """The attention choice in place; None for the model's own."""
     previous_attention: str
     forward: PackedForward
     checkpointing: Switches
@@ -64,7 +66,7 @@ def apply(model: Model, options: Options | None = None) -> Model:
     base = base_model(model)
     device = describe(next(base.parameters()).device)
     packing, carrier = _packing(base)
-    key, attention = _attention(options, base, device, packing, carrier)
+    choice, key, attention = _attention(options, base, device, packing, carrier)
     recompute, memory = choose_activations(options.activations, base.config, device, options.tokens)
     if options.activations == "auto" and checkpoints(base):
         recompute, memory = False, Decision("recompute", True, "the model was given with checkpointing switched on")
@@ -76,7 +78,7 @@ def apply(model: Model, options: Options | None = None) -> Model:
         base.set_attn_implementation(key)
     forward.attach(model, base)
     rotary = [_rotary_decision(forward)] if forward.rotary else []
-    setattr(base, ATTRIBUTE, Applied((attention, memory, packing, *rotary), previous, forward, switches))
+    setattr(base, ATTRIBUTE, Applied((attention, memory, packing, *rotary), choice, previous, forward, switches))
     return model
 
 
@@ -98,6 +100,12 @@ def decisions(model: nn.Module) -> list[Decision]:
     """What ``apply`` decided for this model, each with its reason; empty without ``apply``."""
     applied: Applied | None = getattr(base_model(model), ATTRIBUTE, None)
     return [] if applied is None else list(applied.decisions)
+
+
+def applied(model: nn.Module) -> Applied | None:
+    """What ``apply`` has hung on the model, or None."""
+    found: Applied | None = getattr(base_model(model), ATTRIBUTE, None)
+    return found
 
 
 def base_model(model: nn.Module) -> Any:
@@ -153,18 +161,18 @@ def _obstacle(base: Any) -> str | None:
 
 def _attention(
     options: Options, base: Any, device: Device, packing: Decision, carrier: Carrier | None
-) -> tuple[str | None, Decision]:
-    """The key of the attention to set, or None to leave the model's own, and the decision."""
+) -> tuple[str | None, str | None, Decision]:
+    """The attention choice and its key, or None to leave the model's own, and the decision."""
     if packing.on:
         dtype = options.compute_dtype or base.dtype
         needs = replace(Needs.of(base), mask_only=carrier == "mask")
         choice, decision = choose_attention(options.attention, needs, device, dtype)
-        return attention_key(choice, needs), decision
+        return choice, attention_key(choice, needs), decision
     if options.attention != "auto":
         raise InputError(
             f"attention {options.attention}: not for a model that can't be trained packed: {packing.reason}"
         )
-    return None, Decision("attention", False, "left as it was, because this model can't be trained packed")
+    return None, None, Decision("attention", False, "left as it was, because this model can't be trained packed")
 
 
 def _rotary_decision(forward: PackedForward) -> Decision:

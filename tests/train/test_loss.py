@@ -4,7 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from torch import nn
+
 from slipstream.cost.estimate import LOSS_CHUNK
+from slipstream.model.head import Head
 from slipstream.train.loss import learned_tokens, summed_cross_entropy
 
 
@@ -70,3 +73,63 @@ def test_nothing_learned_is_a_loss_of_zero_with_zero_gradients(tokens: int) -> N
 
 def test_the_first_label_is_never_counted() -> None:
     assert int(learned_tokens(torch.tensor([[5, 6, -100, 7], [8, -100, -100, -100]]))) == 2
+
+
+def frozen_head(scale: float = 1.0, softcap: float | None = None, dtype: torch.dtype = torch.float32) -> Head:
+    torch.manual_seed(1)
+    project = nn.Linear(16, 33, bias=False, dtype=dtype)
+    project.weight.requires_grad_(False)
+    return Head(project, scale, softcap)
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.25, None), (1.0, 3.0), (0.5, 2.0)])
+@pytest.mark.parametrize("tokens", [2, LOSS_CHUNK + 1, 2 * LOSS_CHUNK])
+def test_a_frozen_head_gives_the_gradient_in_the_forward(tokens: int, scale: float, softcap: float | None) -> None:
+    head, labels = frozen_head(scale, softcap), example(1, tokens)[1]
+    labels[0, 1] = 3
+    hidden = (torch.randn(1, tokens, 16) * 3).requires_grad_()
+    loss = summed_cross_entropy(hidden, labels, head)
+    expected = reference(head(hidden), labels)
+    assert type(loss.grad_fn).__name__ == "_FrozenHeadLossBackward"
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    (found,) = torch.autograd.grad(loss / 7, hidden)
+    (wanted,) = torch.autograd.grad(expected / 7, hidden)
+    assert wanted.abs().max() > 1e-3
+    assert torch.allclose(found, wanted.float(), atol=1e-6)
+
+
+def test_a_frozen_head_may_be_asked_twice() -> None:
+    """``retain_graph``: the backward leaves what it keeps as it was."""
+    head, labels, hidden = frozen_head(), example(1, 9)[1], torch.randn(1, 9, 16, requires_grad=True)
+    loss = summed_cross_entropy(hidden, labels, head)
+    (first,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    (second,) = torch.autograd.grad(2 * loss, hidden)
+    assert torch.equal(2 * first, second)
+
+
+def test_a_head_that_is_trained_or_has_a_bias_is_recomputed() -> None:
+    labels, hidden = example(1, 9)[1], torch.randn(1, 9, 16, requires_grad=True)
+    trained = Head(nn.Linear(16, 33, bias=False))
+    biased = Head(nn.Linear(16, 33).requires_grad_(False))
+    for head in (trained, biased):
+        assert head.frozen_weight() is None
+        loss = summed_cross_entropy(hidden, labels, head)
+        assert type(loss.grad_fn).__name__ != "_FrozenHeadLossBackward"
+        assert loss.item() == pytest.approx(reference(head(hidden), labels).item(), rel=1e-6)
+    loss.backward()
+    summed_cross_entropy(hidden, labels, trained).backward()
+    assert trained.project.weight.grad is not None
+
+
+def test_a_frozen_head_computes_in_autocasts_dtype() -> None:
+    head, labels, hidden = frozen_head(), example(1, 300)[1], torch.randn(1, 300, 16, requires_grad=True)
+    exact = summed_cross_entropy(hidden, labels, head)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = summed_cross_entropy(hidden, labels, head)
+    assert rounded.dtype == torch.float32
+    assert rounded.item() != exact.item()
+    assert rounded.item() == pytest.approx(exact.item(), rel=1e-2)
+    (found,) = torch.autograd.grad(rounded, hidden)
+    (wanted,) = torch.autograd.grad(exact, hidden)
+    assert found.dtype == torch.float32
+    assert (found - wanted).norm() / wanted.norm() < 0.02

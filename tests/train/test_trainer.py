@@ -391,8 +391,8 @@ def test_options_in_the_words_of_transformers(tmp_path: Path, chosen: Any, steps
 def test_the_head_runs_in_the_dtype_that_the_arguments_ask_for(family: str, tmp_path: Path) -> None:
     """``bf16=True`` on float32 weights: accelerate wraps the model's forward, and the loss's head lies outside it."""
     trainer = trainer_of(tmp_path, apply(model_of(family)), bf16=True)
-    assert trainer.head is not None
+    assert trainer.batch_loss.head is not None
     dtypes = set()
-    trainer.head.project.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    trainer.batch_loss.head.project.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
     trainer.train()
     assert dtypes == {torch.bfloat16}

@@ -39,6 +39,16 @@ class Head:
             logits_CV = torch.tanh(logits_CV / self.softcap) * self.softcap
         return logits_CV if self.scale == 1.0 else logits_CV * self.scale
 
+    def frozen_weight(self) -> torch.Tensor | None:
+        """The weight [V, H] where the head is nothing but a product with it and it isn't trained; else None."""
+        project: Any = self.project
+        if type(project) is not nn.Linear or getattr(project, "bias", None) is not None:
+            return None
+        if "forward" in vars(project) or project._forward_hooks:
+            return None
+        weight: torch.Tensor = project.weight
+        return None if weight.requires_grad or not weight.is_floating_point() else weight
+
 
 def find_head(base: Any) -> tuple[Head | None, Decision]:
     """The head of a transformers model, if it gives the model's own logits, and the decision about the loss.

@@ -5,13 +5,15 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from slipstream.step.choice import ModeChoice
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """How long, how fast and how safely to train."""
 
-    mode: Literal["auto", "eager"] = "auto"
-    """How a step runs; only ``eager`` is available yet, and ``auto`` takes it."""
+    mode: ModeChoice = "auto"
+    """How a step runs: ``captured`` as a CUDA graph, ``compiled`` layers, ``eager``; ``auto``: the first that can."""
     steps: Annotated[int, Gt(0)] | None = None
     """Optimizer steps; overrides ``epochs``."""
     epochs: Annotated[float, Gt(0)] = 1

@@ -14,8 +14,8 @@ The alternative, a loop of our own, would be shorter and would have to learn DDP
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 
+from slipstream.decision import Decision
+from slipstream.device.feed import PackedCollator
 from slipstream.device.segments import Segments
 from slipstream.errors import InputError
-from slipstream.model.head import find_head
+from slipstream.step.choice import ModeChoice
+from slipstream.step.step import Step
 from slipstream.train.checkpoint import rotate, write_manifest
-from slipstream.train.loss import learned_tokens, summed_cross_entropy
+from slipstream.train.circumstances import circumstances
+from slipstream.train.forward import BatchLoss
+from slipstream.train.loss import learned_tokens
 from slipstream.train.records import EvalRecord, StepLog, StepRecord
 from slipstream.train.run_folder import SAVING, publish, staging_for
 from slipstream.transform import base_model
@@ -66,13 +71,14 @@ class _StepTally:
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """``transformers.Trainer`` with the packed, sync-free step; same arguments, and three more.
+    """``transformers.Trainer`` with the packed, sync-free step; same arguments, and five more.
 
     Give it ``slipstream.apply(model)``, rows from ``slipstream.pack_dataset`` and a ``slipstream.PackedCollator``
     (``per_device_train_batch_size`` packed rows must fit the collator's tokens).
 
     ``compute_dtype``: layers run under autocast in this dtype (None: in the weights' dtype, or as ``args.bf16`` says).
     ``step_log``: where a ``StepRecord`` a step goes. ``on_eval``: called with each evaluation's ``EvalRecord``.
+    ``mode``: ``auto``, ``eager``, ``compiled`` or ``captured``. ``on_decision``: told what is decided about the step.
     Raises ``InputError`` for arguments of the base class that the packed loss would pass over.
     """
 
@@ -86,6 +92,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         compute_dtype: torch.dtype | None = None,
         step_log: StepLog | None = None,
         on_eval: Callable[[EvalRecord], None] | None = None,
+        mode: ModeChoice = "auto",
+        on_decision: Callable[[Decision], None] | None = None,
         **named: Any,
     ) -> None:
         """See the class."""
@@ -99,16 +107,52 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.step_log = step_log or StepLog(None)
         self.step_log.on_record = self._log_record
         self.on_eval = on_eval
-        base = base_model(self.model)
-        self.decoder: nn.Module = base.get_decoder()
-        self.head, self.loss_decision = find_head(base)
-        """The output head where the loss may run it on chunks, and the decision about it."""
+        self.mode, self.on_decision = mode, on_decision
+        self.batch_loss = BatchLoss(self.model, self._autocast)
+        self.step: Step | None = None
+        """How the training at hand runs forward and backward."""
         self._saving = False
         self._tally = _StepTally()
         self._step_began = time.perf_counter()
         self.add_callback(_Recorder(self))
 
     # ------------------------------------------------------------------------------------------------- the step
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Forward and backward of one batch as ``step`` runs them; the base class's between compiled layers."""
+        step = self.step = self.step or self._make_step()
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        if step.mode != "captured":
+            step.settle(inputs)
+            with step.layers():
+                loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss
+        learned = learned_tokens(inputs["labels"]) if num_items_in_batch is None else num_items_in_batch
+        learned = torch.as_tensor(learned)
+        loss = step(inputs, learned.clamp(min=1))
+        self._tally.add(inputs, loss, learned)
+        return loss
+
+    def _make_step(self) -> Step:
+        dtype = self.compute_dtype or (torch.bfloat16 if self.args.bf16 else base_model(self.model).dtype)
+        packed = isinstance(self.data_collator, PackedCollator)
+        about = circumstances(self.model, packed=packed, processes=self.accelerator.num_processes, dtype=dtype)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        step = Step(self.model, self._loss_of, trained, about, self.mode, dtype=dtype, on_change=self._on_decision)
+        self.batch_loss.compiled = step.mode != "eager"
+        for decision in step.decisions:
+            self._on_decision(decision)
+        return step
+
+    def _loss_of(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        return self.batch_loss(self.model, inputs)[0]
+
+    def _on_decision(self, decision: Decision) -> None:
+        if self.on_decision is not None:
+            self.on_decision(decision)
 
     def compute_loss(
         self,
@@ -119,7 +163,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     ) -> Any:
         """Summed cross-entropy over the learned tokens of the whole optimizer step (0-d float32)."""
         labels = inputs["labels"]
-        total, outputs = self._summed_loss(model, inputs, whole_logits=return_outputs)
+        total, outputs = self.batch_loss(model, inputs, whole_logits=return_outputs)
         learned = learned_tokens(labels) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
         loss = total / learned.clamp(min=1)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
@@ -127,33 +171,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if model.training:
             self._tally.add(inputs, loss.detach(), learned)
         return (loss, outputs) if return_outputs else loss
-
-    def _summed_loss(
-        self, model: nn.Module, inputs: dict[str, Any], *, whole_logits: bool = False
-    ) -> tuple[torch.Tensor, Any]:
-        """The batch's summed cross-entropy, and what the model gave (logits of one token only, unless whole)."""
-        labels = inputs["labels"]
-        arguments = {name: value for name, value in inputs.items() if name not in ("labels", "lengths")}
-        chunked = self.head is not None and not whole_logits
-        if chunked:
-            arguments["logits_to_keep"] = 1  # the model's own head runs on one token; 0 would mean all
-        with self._autocast(labels.device), self._hidden_states() as hidden:
-            outputs = model(**arguments)
-            _refuse_unread(model, inputs.get("segments"))
-            if chunked and len(hidden) == 1:
-                return summed_cross_entropy(hidden[0], labels, self.head), outputs
-            assert not chunked, f"the decoder ran {len(hidden)} times in one forward"
-            return summed_cross_entropy(outputs.logits, labels), outputs
-
-    @contextmanager
-    def _hidden_states(self) -> Iterator[list[torch.Tensor]]:
-        """What the decoder gives inside the context: its last hidden states [B, T, H], one entry a forward."""
-        seen: list[torch.Tensor] = []
-        hook = self.decoder.register_forward_hook(lambda module, args, output: seen.append(output[0]))
-        try:
-            yield seen
-        finally:
-            hook.remove()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """0: the base class walks all parameters on the host every step to fill a number that no record uses."""
@@ -205,7 +222,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         count = torch.zeros((), device=self.args.device, dtype=torch.int64)
         for inputs in self.get_eval_dataloader(eval_dataset):
             inputs = self._prepare_inputs(inputs)
-            loss += self._summed_loss(self.model, inputs)[0]
+            loss += self.batch_loss(self.model, inputs)[0]
             count += learned_tokens(inputs["labels"])
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.model.train(was_training)
@@ -324,6 +341,9 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.trainer.step_log.drain()
+        if self.trainer.step is not None:
+            self.trainer.step.close()
+            self.trainer.step, self.trainer.batch_loss.compiled = None, False
 
 
 def _log_interval(args: TrainingArguments) -> float:
@@ -344,15 +364,6 @@ def _refuse_ignored(trainer: Trainer) -> None:
         raise InputError(
             f"{', '.join(ignored)}: Slipstream's Trainer computes the summed cross-entropy over learned tokens and "
             f"would pass over it; leave it out, or use transformers' Trainer on the applied model"
-        )
-
-
-def _refuse_unread(model: nn.Module, segments: Segments | None) -> None:
-    """Refuse a forward in which no attention asked for the boundaries: without ``apply`` documents see each other."""
-    if segments is not None and not segments.readers:
-        raise InputError(
-            f"{type(model).__name__} did not read the segments of its batch, so documents would see each other; "
-            f"give the trainer slipstream.apply(model)"
         )
 
 

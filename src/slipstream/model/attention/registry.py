@@ -40,8 +40,11 @@ def _eager_key(choice: str) -> str:
     return f"slipstream_{choice.replace('sdpa', 'masked')}_eager"
 
 
-def register_attention() -> None:
+def register_attention(*, outside_graphs: bool = False) -> None:
     """Register all choices with transformers; calling it again changes nothing.
+
+    ``outside_graphs``: as functions that ``torch.compile`` calls and does not look into, so that neither a batch's
+    boundaries nor a kernel become part of compiled code.
 
     Each twice, for what becomes of a call without segments: on to transformers' ``sdpa``, or for models with soft caps
     and sinks, which that has not, to the eager function of the model's own file. The mask functions are transformers'
@@ -52,7 +55,10 @@ def register_attention() -> None:
             (_plain_key(choice), sdpa_attention_forward, sdpa_mask),
             (_eager_key(choice), _eager, eager_mask),
         ):
-            AttentionInterface.register(key, _over_segments(module.kernel, unpacked))
+            function = _over_segments(module.kernel, unpacked)
+            if outside_graphs:
+                function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+            AttentionInterface.register(key, function)
             AttentionMaskInterface.register(key, mask)
 
 

@@ -1,0 +1,1 @@
+"""Ways to run a training step's forward and backward: eager, compiled, captured."""

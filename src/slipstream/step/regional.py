@@ -1,0 +1,59 @@
+"""Decoder layers compiled once and shared: their elementwise work in few kernels.
+
+All layers of a model run the same code on other weights, so one compiled function serves them all, and the time to
+compile does not grow with depth. Attention stays outside: it is called between compiled parts as it is, so that each
+kernel choice works and boundaries never become constants of compiled code. Compiled layers are in place only inside
+``active``: evaluation and generation, whose shapes differ, run the model's own. The alternative, compiling the whole
+model, takes minutes for deep models and compiles again for each set of boundaries.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.model.attention import register_attention
+
+LARGEST_VARIETY = 64
+"""How many variants of one function may be compiled (layer kinds, evaluation, ...) before it is an error."""
+
+
+class CompiledLayers:
+    """The decoder layers and the last norm of one model, compiled."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        """``decoder``: a transformers decoder; layers with a forward of their own on the instance are left alone."""
+        register_attention(outside_graphs=True)
+        self._forwards: dict[type, Any] = {}
+        self._modules = [module for module in _repeated(decoder) if "forward" not in vars(module)]
+        for module in self._modules:
+            kind = type(module)
+            if kind not in self._forwards:
+                self._forwards[kind] = torch.compile(kind.forward, dynamic=False)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run the layers compiled inside this context."""
+        import torch._dynamo
+
+        for module in self._modules:
+            vars(module)["forward"] = MethodType(self._forwards[type(module)], module)
+        try:
+            with torch._dynamo.config.patch(recompile_limit=LARGEST_VARIETY, fail_on_recompile_limit_hit=True):
+                yield
+        finally:
+            for module in self._modules:
+                vars(module).pop("forward", None)
+
+
+def _repeated(decoder: Any) -> list[nn.Module]:
+    """The decoder's layers, and the norm behind them."""
+    layers = [module for module in decoder.layers if isinstance(module, nn.Module)]
+    norm = getattr(decoder, "norm", None)
+    return [*layers, norm] if isinstance(norm, nn.Module) else layers

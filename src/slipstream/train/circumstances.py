@@ -1,0 +1,29 @@
+"""What a model, its arguments and its device mean for the mode of a step."""
+
+import torch
+from torch import nn
+
+from slipstream.cost.hardware import describe
+from slipstream.step.choice import Circumstances, compiler_obstacle
+from slipstream.transform import applied, base_model
+
+
+def circumstances(
+    model: nn.Module, *, packed: bool = True, processes: int = 1, dtype: torch.dtype = torch.float32
+) -> Circumstances:
+    """Read them off ``model`` as ``apply`` left it; ``dtype``: what layers compute in."""
+    found = applied(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    device = describe(trained[0].device if trained else next(model.parameters()).device)
+    base = base_model(model)
+    return Circumstances(
+        device=device,
+        packed=packed and found is not None and found.forward.packing.on,
+        attention=None if found is None else found.attention,
+        host_positions=found is not None and bool(found.forward.rotary),
+        processes=processes,
+        devices=len({parameter.device for parameter in base.parameters()}),
+        whole=sum(p.numel() for p in trained) * 2 > sum(p.numel() for p in base.parameters()),
+        scaled_gradients=dtype == torch.float16,
+        compiler=compiler_obstacle(device),
+    )

@@ -1,0 +1,116 @@
+"""``TrainStep``: a whole optimizer step for loops of one's own.
+
+    step = slipstream.TrainStep(slipstream.apply(model), optimizer)
+    for batch in loader:                       # dicts of a PackedCollator, on the host or on the device
+        loss = step(batch)                     # forward, backward, clip, update; 0-d, on the device
+        scheduler.step()
+
+What the trainer does in a step, without its loop: forward and backward in the best mode, the sum over learned tokens
+divided by all learned tokens of the step, clipping and the update. Nothing waits for the device; reading the loss does.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.cost.hardware import compute_dtype, describe
+from slipstream.decision import Decision
+from slipstream.errors import InputError
+from slipstream.step.choice import Mode, ModeChoice
+from slipstream.step.step import Step
+from slipstream.train.circumstances import circumstances
+from slipstream.train.forward import BatchLoss
+from slipstream.train.loss import learned_tokens
+from slipstream.transform import base_model
+
+Batch = Mapping[str, Any]
+
+
+class TrainStep:
+    """``loss = step(batch)``: forward, backward, clip, update; eager, compiled or captured."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        mode: ModeChoice = "auto",
+        *,
+        clip: float = 1.0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """``model``: as ``apply`` gives it, adapters and all, in training mode and on its device.
+
+        ``clip``: largest gradient norm, 0 for none. ``dtype``: what layers compute in; None takes the weights' half
+        precision, or for float32 weights on a card that multiplies bfloat16, bfloat16 under autocast. Raises
+        ``InputError`` where ``mode`` can't be had, or nothing is trained.
+        """
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trained:
+            raise InputError("no parameter of the model is trained; add an adapter, or set requires_grad")
+        self.model, self.optimizer, self.clip = model, optimizer, clip
+        self._trained, self._device = trained, trained[0].device
+        weights: torch.dtype = base_model(model).dtype
+        wanted = dtype or _best(weights, self._device)
+        self._autocast = None if wanted == torch.float32 else wanted
+        self._batch_loss = BatchLoss(model, self._context)
+        about = circumstances(model, dtype=wanted)
+        self._step = Step(model, self._loss, trained, about, mode, dtype=wanted)
+        self._batch_loss.compiled = self._step.mode != "eager"
+        self.grad_norm: torch.Tensor | None = None
+        """Norm of the last step's gradients before clipping (0-d, on the device)."""
+
+    def __call__(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
+        """One optimizer step on a batch, or on several whose gradients are summed; the mean loss of a learned token."""
+        batches = [batch] if isinstance(batch, Mapping) else list(batch)
+        if not batches:
+            raise InputError("no batches: a step needs at least one")
+        moved = [self._moved(one) for one in batches]
+        learned = torch.stack([learned_tokens(one["labels"]) for one in moved]).sum().clamp(min=1)
+        loss = torch.stack([self._step(one, learned) for one in moved]).sum()
+        if self.clip > 0:
+            self.grad_norm = torch.nn.utils.clip_grad_norm_(self._trained, self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    @property
+    def mode(self) -> Mode:
+        """How steps run now."""
+        return self._step.mode
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What was decided about the step, with reasons."""
+        return [*self._step.decisions, self._batch_loss.decision]
+
+    @property
+    def recordings(self) -> int:
+        """How many graphs were recorded so far."""
+        return self._step.recordings
+
+    def close(self) -> None:
+        """Give graphs and their memory back and leave the model as it was."""
+        self._step.close()
+
+    def _moved(self, batch: Batch) -> dict[str, Any]:
+        """The batch on the model's device; asynchronously from pinned memory."""
+        return {
+            name: value.to(self._device, non_blocking=True) if hasattr(value, "to") else value
+            for name, value in batch.items()
+        }
+
+    def _context(self, device: torch.device) -> AbstractContextManager[Any]:
+        return nullcontext() if self._autocast is None else torch.autocast(device.type, dtype=self._autocast)
+
+    def _loss(self, inputs: Batch) -> torch.Tensor:
+        return self._batch_loss(self.model, inputs)[0]
+
+
+def _best(weights: torch.dtype, device: torch.device) -> torch.dtype:
+    """What layers compute in by default."""
+    if weights in (torch.bfloat16, torch.float16):
+        return weights
+    return getattr(torch, compute_dtype(describe(device))) if device.type == "cuda" else torch.float32
