@@ -9,8 +9,9 @@ turns, ``--rounds`` times. All trainers are timed by the same callback: an event
 each step, so that nobody is made to wait; loader, clipping, optimizer and scheduler lie inside.
 ``slipstream:eager`` (or ``compiled``, ``captured``) names a mode, ``unsloth:offload`` its offloaded checkpointing.
 
-Without ``--data`` the documents have random tokens and lognormal lengths (mean about 250) that fill every row exactly; with it they are the tokenised rows of the file.
-Weights are random for a named shape. Writes JSON (``--out``) and prints a table.
+Without ``--data`` the documents have random tokens and lognormal lengths (mean about 250) that fill every row exactly;
+with it they are the tokenised rows of the file. Weights are random for a named shape. Writes JSON (``--out``) and
+prints a table.
 """
 
 import argparse
