@@ -83,12 +83,12 @@ class Lane:
     """Reload buffers that may be in use at once; fewer after the device ran out of memory."""
     depth: int
     """Reload buffers for the pass at hand: one at work, the others filling."""
-    ahead: int = 0
-    """Buffers filling or filled that no layer has asked for yet."""
     before: int | None = None
     """Bytes allocated when the pass at hand began its backward."""
     rise: int | None = None
     """Bytes by which the peak lay above that in the last whole backward; None before there was one."""
+    filled: "weakref.WeakSet[Held]" = field(default_factory=weakref.WeakSet)
+    """Inputs whose reload has begun and that no layer has used yet."""
     leaving: deque[tuple[torch.Tensor, int, Mark]] = field(default_factory=deque)
     """Inputs being copied out, with the version they had."""
     abandoned: deque[tuple[torch.Tensor, Mark]] = field(default_factory=deque)
@@ -97,6 +97,11 @@ class Lane:
     """Inputs copied out so far, and ``reloads`` back; ``nbytes`` the bytes of both."""
     reloads: int = 0
     nbytes: int = 0
+
+    @property
+    def ahead(self) -> int:
+        """Buffers filling or filled that no layer has used yet."""
+        return len(self.filled) + len(self.abandoned)
 
     def settle(self) -> None:
         """Let current work wait for copies out and for reloads nobody wants, then let go of the device's side."""
@@ -111,7 +116,6 @@ class Lane:
         while self.abandoned:
             _, mark = self.abandoned.popleft()
             self.transfers.join(mark)
-            self.ahead -= 1
 
     def begin_backward(self, nbytes: int) -> None:
         """Choose the pass's buffers of ``nbytes`` each: more than one only where memory is free at the highest demand.
@@ -215,18 +219,16 @@ class Held:
         self.slot = slot
         self.loaded = self.lane.transfers.back(self.buffer.flat(), slot, (self.copied,))
         self.buffer.busy.append(self.loaded)
-        self.lane.ahead += 1
+        self.lane.filled.add(self)
         self.lane.reloads += 1
         self.lane.nbytes += self.layout.nbytes
 
-    def drop_reload(self) -> bool:
-        """Let current work wait for the reload, if there is one, and forget its buffer; whether there was one."""
-        if self.loaded is None:
-            return False
+    def drop_reload(self) -> None:
+        """Let current work wait for the reload, and forget its buffer."""
+        assert self.loaded is not None
         self.lane.transfers.join(self.loaded)
         self.slot = self.loaded = None
-        self.lane.ahead -= 1
-        return True
+        self.lane.filled.discard(self)
 
     def earlier(self) -> "Held | None":
         """The input held before this one in the same pass, on the same device, while its graph lives."""
@@ -263,22 +265,16 @@ class Held:
         try:
             return self._slot()
         except torch.OutOfMemoryError:
-            if not self._drop_ahead():
+            if not self.lane.ahead:
                 raise
+            self.lane.settle()
+            for other in list(self.lane.filled):
+                other.drop_reload()
             self.lane.fewer(1, self.layout.nbytes)
             return self._slot()
 
     def _slot(self) -> torch.Tensor:
         return torch.empty(self.layout.elements, dtype=self.layout.dtype, device=self.lane.device)
-
-    def _drop_ahead(self) -> bool:
-        """Let go of every buffer filled ahead in this pass; whether there was one."""
-        dropped = False
-        earlier = self.earlier()
-        while earlier is not None:
-            dropped |= earlier.drop_reload()
-            earlier = earlier.earlier()
-        return dropped
 
     def __del__(self) -> None:
         """The graph is gone: only appends here, since this runs wherever the last reference is dropped."""

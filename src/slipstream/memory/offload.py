@@ -93,6 +93,10 @@ class Offload:
 
         return recompute
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Offload":
+        """A copied model's layers keep their functions, which are this object's."""
+        return self
+
     def _hold(self, index: int, x: torch.Tensor, leaves: bool) -> Held:
         lane = self._lane(x.device)
         for each in self.lanes.values():
