@@ -58,13 +58,17 @@ class Checkpointing:
             return
         changed = [(m, own) for m, own in self.wanted if any(vars(m).get(n) is not own.get(n) for n in SWITCHES)]
         if changed:
-            _put_back(changed)
+            self.put()
             reason = (
                 f"checkpointing of {len(changed)} modules was switched by somebody else (some trainers call "
                 f"gradient_checkpointing_enable); what apply had chosen was put back. To have it otherwise, apply "
                 f"again with other activations, or restore"
             )
             self.decide(Decision("checkpointing", True, reason))
+
+    def put(self) -> None:
+        """Switch the layers as they were switched by ``set_checkpointing``."""
+        _put_back(self.wanted)
 
 
 def set_checkpointing(

@@ -56,7 +56,7 @@ class Offload:
         are. ``decide`` is told what turns out otherwise than planned.
         """
         self.layers, self.strict = layers, strict
-        self.buffers = AUTO_BUFFERS if buffers == "auto" else buffers
+        self.buffers = buffer_count(buffers)
         self.pool = HostPool(pool_bytes, decide)
         self.lanes: dict[torch.device, Lane] = {}
         """By device, from its first layer on."""
@@ -92,6 +92,12 @@ class Offload:
             return checkpoint(with_input, args[0].new_empty(0), *args[1:], **options)
 
         return recompute
+
+    def set_buffers(self, buffers: Buffers) -> None:
+        """Reload with another number of buffers from the next backward on, whatever memory allowed before."""
+        self.buffers = buffer_count(buffers)
+        for lane in self.lanes.values():
+            lane.most = lane.depth = self.buffers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Offload":
         """A copied model's layers keep their functions, which are this object's."""
@@ -140,6 +146,11 @@ class Offload:
         if name not in self._told:
             self._told.add(name)
             self._decide(Decision(name, False, reason))
+
+
+def buffer_count(buffers: Buffers) -> int:
+    """Reload buffers that are asked for."""
+    return AUTO_BUFFERS if buffers == "auto" else buffers
 
 
 def host_shortage(layers: int, nbytes: int, budget: int) -> str:

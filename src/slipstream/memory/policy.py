@@ -17,7 +17,7 @@ from slipstream.cost.hardware import Device, cgroup_room, free_bytes, free_host_
 from slipstream.cost.offload import Demand, Split, cheapest_split, layer_forward_flops, layer_input_bytes, rates_of
 from slipstream.decision import Decision
 from slipstream.errors import InputError
-from slipstream.memory.offload import AUTO_BUFFERS, host_shortage
+from slipstream.memory.offload import buffer_count, host_shortage
 
 ActivationsChoice = Literal["auto", "keep", "recompute", "offload"]
 BuffersChoice = Literal["auto"] | Annotated[int, Ge(1)]
@@ -162,7 +162,7 @@ def demand_of(now: Situation) -> Demand:
         kept_bytes=kept_activation_bytes(now.config, now.tokens) // layers,
         input_bytes=size,
         fixed_bytes=loss_bytes(now.config, now.tokens, whole_logits=False),
-        buffers=AUTO_BUFFERS if now.buffers == "auto" else now.buffers,
+        buffers=buffer_count(now.buffers),
         forward_seconds=layer_forward_flops(now.config, now.tokens) / rates.flops,
         copy_seconds=size / rates.link,
     )
