@@ -75,7 +75,7 @@ class _Begins:
         return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
 
 
-def layer_backward_seconds(bench: Bench, row: Row, passes: int = 2) -> float:
+def layer_backward_seconds(bench: Bench, row: Row, passes: int = 1) -> float:
     """g: median seconds of one layer's recompute and backward, over ``passes`` steps after one that warms up."""
     begins = _Begins(bench.device)
     undo = bench.checkpointing(Split(0, bench.layers, 0), context_fn=begins.contexts)
