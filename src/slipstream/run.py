@@ -103,7 +103,15 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console) -> tuple["_Tr
     model = build_model(recipe, device)
     autocast: torch.dtype = getattr(torch, compute_dtype(describe(device)))
     tokens = recipe.packing.tokens * recipe.packing.rows
-    apply(model, Options(activations=recipe.memory.activations, tokens=tokens, compute_dtype=autocast))
+    memory = recipe.memory
+    options = Options(
+        activations=memory.activations,
+        buffers=memory.buffers,
+        host_limit=memory.host_limit,
+        tokens=tokens,
+        compute_dtype=autocast,
+    )
+    apply(model, options)
     longest = max(int(rows.tokenised.lengths.max()) for rows in (train_rows, eval_rows) if rows is not None)
     context = check_context(model.config, longest, "data.max_length")
     decided = [*run_decisions(recipe, model), *([] if context is None else [context])]

@@ -49,6 +49,42 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "max_position_embeddings": 40960,
             "tie_word_embeddings": True,
         },
+        "qwen3-8b": {
+            "model_type": "qwen3",
+            "hidden_size": 4096,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 12288,
+            "vocab_size": 151936,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 40960,
+        },
+        "qwen3-14b": {
+            "model_type": "qwen3",
+            "hidden_size": 5120,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 17408,
+            "vocab_size": 151936,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 40960,
+        },
+        "qwen3-32b": {
+            "model_type": "qwen3",
+            "hidden_size": 5120,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 25600,
+            "vocab_size": 151936,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 40960,
+        },
         "tiny": {
             "model_type": "llama",
             "hidden_size": 64,
@@ -110,3 +146,18 @@ def random_documents(tokens: int, vocabulary: int, seed: int = 0) -> list[dict[s
         made.append({"input_ids": [draw.randrange(3, vocabulary) for _ in range(length)]})
         left -= length
     return made
+
+
+def long_documents(tokens: int, longest: int, vocabulary: int, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Documents of an eighth of ``longest`` to ``longest`` tokens that fill a row exactly, the longest among them.
+
+    With ``longest`` of at least ``tokens`` the row is one document. ``InputError`` for a row too small.
+    """
+    if tokens < SMALLEST_ROW:
+        raise InputError(f"tokens {tokens} < {SMALLEST_ROW}: too few to measure anything; raise --tokens")
+    draw = random.Random(seed)
+    lengths = [min(longest, tokens)]
+    while (left := tokens - sum(lengths)) > 0:
+        length = min(draw.randint(max(SHORTEST, longest // 8), longest), left)
+        lengths.append(left if left - length < SHORTEST and left <= longest else length)
+    return [{"input_ids": draw.choices(range(3, vocabulary), k=length)} for length in lengths]
