@@ -1,7 +1,7 @@
 """Apply what fits this model and device to one model instance, and undo it.
 
 Everything hangs on one ``Applied`` object on the instance (the base model below peft, if peft wraps it): the attention
-choice in its config, the hooks of its packed forward, the checkpointing switch. No class is patched and no source
+choice in its config, the hooks of its packed forward, its experts, the checkpointing switch. No class is patched and no source
 rewritten; ``restore`` leaves the model as it was. A model that can't be trained packed keeps its own attention, so that
 unpacked training is exactly its own.
 """
@@ -20,6 +20,7 @@ from slipstream.memory.checkpointing import Switches, checkpoints, restore_check
 from slipstream.memory.policy import ActivationsChoice, choose_activations
 from slipstream.model.attention import AttentionChoice, Needs, attention_key, choose_attention, register_attention
 from slipstream.model.carrier import Carrier, find_carrier
+from slipstream.model.experts_choice import AppliedExperts, ExpertsChoice, choose_experts
 from slipstream.model.packed_forward import PackedForward
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -37,6 +38,8 @@ class Options:
     """``varlen``, ``flex``, ``xformers`` or ``sdpa``."""
     activations: ActivationsChoice = "auto"
     """``keep`` or ``recompute``."""
+    experts: ExpertsChoice = "auto"
+    """``grouped`` or ``loop``."""
     tokens: int | None = None
     """Tokens in a batch, from which ``activations: auto`` predicts memory; without it activations are kept."""
     compute_dtype: torch.dtype | None = None
@@ -51,6 +54,7 @@ class Applied:
     previous_attention: str
     forward: PackedForward
     checkpointing: Switches
+    experts: AppliedExperts | None
 
 
 def apply(model: Model, options: Options | None = None) -> Model:
@@ -65,18 +69,22 @@ def apply(model: Model, options: Options | None = None) -> Model:
     device = describe(next(base.parameters()).device)
     packing, carrier = _packing(base)
     key, attention = _attention(options, base, device, packing, carrier)
+    experts_choice, experts = choose_experts(options.experts, base, device, options.compute_dtype or base.dtype)
     recompute, memory = choose_activations(options.activations, base.config, device, options.tokens)
     if options.activations == "auto" and checkpoints(base):
         recompute, memory = False, Decision("recompute", True, "the model was given with checkpointing switched on")
     forward = PackedForward(packing, key, carrier)
     previous = base.config._attn_implementation
-    switches = set_checkpointing(base, options.activations, recompute)
+    mixture = AppliedExperts.to(base, experts_choice) if experts_choice else None
+    kept = mixture.kept.contexts if mixture else None  # the forward's routing, for the recompute
+    switches = set_checkpointing(base, options.activations, recompute, context_fn=kept)
     if key is not None:
         register_attention()
         base.set_attn_implementation(key)
     forward.attach(model, base)
     rotary = [_rotary_decision(forward)] if forward.rotary else []
-    setattr(base, ATTRIBUTE, Applied((attention, memory, packing, *rotary), previous, forward, switches))
+    found = (attention, memory, packing, experts, *rotary)
+    setattr(base, ATTRIBUTE, Applied(found, previous, forward, switches, mixture))
     return model
 
 
@@ -89,6 +97,8 @@ def restore(model: Model) -> Model:
     applied.forward.detach()
     if applied.forward.attention is not None:
         base.set_attn_implementation(applied.previous_attention)
+    if applied.experts is not None:
+        applied.experts.detach(base)
     restore_checkpointing(applied.checkpointing)
     delattr(base, ATTRIBUTE)
     return model

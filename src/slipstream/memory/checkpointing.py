@@ -6,6 +6,7 @@ random numbers: keeping it costs host time in every layer.
 
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,8 @@ RANDOM = re.compile(r"drop|jitter|noise")
 """Settings of a model's config that make its layers draw random numbers in training."""
 SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 """The attributes by which transformers' layers know whether and how to recompute."""
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""What runs around each checkpointed layer: a context for its forward, and one for its recompute."""
 Switches = list[tuple[nn.Module, dict[str, Any]]]
 """Each module that has a switch, and its ``SWITCHES`` as they were."""
 
@@ -29,21 +32,26 @@ def checkpoints(base: nn.Module) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in base.modules())
 
 
-def set_checkpointing(base: Any, asked: ActivationsChoice, recompute: bool) -> Switches:
-    """Switch checkpointing of the decoder layers; gives what to put back."""
+def set_checkpointing(
+    base: Any, asked: ActivationsChoice, recompute: bool, context_fn: ContextFn | None = None
+) -> Switches:
+    """Switch checkpointing of the decoder layers; gives what to put back.
+
+    ``context_fn`` goes to every layer's checkpoint (what another stage needs to keep from forward to recompute).
+    """
     modules = [m for m in base.modules() if hasattr(m, "gradient_checkpointing")]
     before = [(m, {name: vars(m)[name] for name in SWITCHES if name in vars(m)}) for m in modules]
     if recompute and not modules:
         raise InputError(f"{type(base).__name__} has no layers that can be recomputed; set activations: keep")
     if recompute:
-        base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint_of(base))
+        base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint_of(base, context_fn))
     elif asked == "keep":
         for module in modules:
             module.gradient_checkpointing = False
     return before
 
 
-def _checkpoint_of(base: Any) -> Callable[..., Any]:
+def _checkpoint_of(base: Any, context_fn: ContextFn | None) -> Callable[..., Any]:
     """Checkpointing that keeps random state only where a layer draws random numbers.
 
     Looked up once for each set of adapters, since peft may add dropout after ``apply``.
@@ -55,10 +63,12 @@ def _checkpoint_of(base: Any) -> Callable[..., Any]:
         named = any(RANDOM.search(k) and isinstance(v, int | float) and v > 0 for k, v in settings)
         return named, [m for m in base.modules() if isinstance(m, _DropoutNd)]
 
+    contexts = {} if context_fn is None else {"context_fn": context_fn}
+
     def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         named, dropouts = sources(tuple(getattr(base, "peft_config", ())))
         draws = named or any(dropout.p > 0 for dropout in dropouts)
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws, **kwargs)
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws, **contexts, **kwargs)
 
     return recompute
 
