@@ -4,7 +4,8 @@ peft puts an adapter on a stack of matrices by wrapping the experts module (``Pa
 inside the other), and forms W + ΔW for all experts in every forward. Here the outermost wrapper's ``forward`` is
 overridden on the instance: it hands the adapters to our experts function, which multiplies by their two factors. The
 parameters, their names and their layout stay peft's, so what is saved loads in plain peft, and what plain peft saved
-loads here.
+loads here. A router's one small matrix may be added to: it is, without the parametrisation that peft registers and
+removes in every forward.
 
     lora_A.weight   [E * R, I]   row e * R + r
     lora_B.weight   [O, R * E]   column r * E + e
@@ -57,30 +58,61 @@ class ExpertAdapters:
             if not chain or id(module) in inside:
                 continue
             inside |= {id(wrapper) for wrapper in chain}
-            experts = chain[-1].base_layer
-            stacks = {wrapper.parameter_name for wrapper in chain}
-            if any(experts is known for known in self.modules) and stacks <= {up_name(experts), "down_proj"}:
-                module.forward = self._forward_of(chain, experts)
+            forward = self._forward_of(chain)
+            if forward is not None:
+                module.forward = forward
                 self.taken.append(module)
 
-    def _forward_of(self, chain: list[Any], experts: nn.Module) -> Callable[..., torch.Tensor]:
-        outermost = chain[0]
+    def _forward_of(self, chain: list[Any]) -> Callable[..., Any] | None:
+        """What the outermost wrapper of a chain shall compute; None for wrappers that are left to peft."""
+        inner = chain[-1].base_layer
+        names = {wrapper.parameter_name for wrapper in chain}
+        if any(inner is known for known in self.modules) and names <= {up_name(inner), "down_proj"}:
+            return self._experts_forward(chain, inner)
+        if len(chain) == 1 and chain[0].num_experts == 1:
+            return _matrix_forward(chain[0])
+        return None
+
+    def _experts_forward(self, chain: list[Any], experts: nn.Module) -> Callable[..., torch.Tensor]:
         by_name = {wrapper.parameter_name: wrapper for wrapper in chain}
 
         def adapters(name: str, dtype: torch.dtype) -> list[LowRank]:
             wrapper = by_name.get(name)
             if wrapper is None:
                 return []
-            active = [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
-            return [low_rank(wrapper, adapter, dtype) for adapter in active]
+            return [low_rank(wrapper, adapter, dtype) for adapter in _active(wrapper)]
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if outermost.disable_adapters or any(wrapper.merged for wrapper in chain) or "adapter_names" in kwargs:
-                own: torch.Tensor = type(outermost).forward(outermost, *args, **kwargs)
+            if _left_to_peft(chain, kwargs):
+                own: torch.Tensor = type(chain[0]).forward(chain[0], *args, **kwargs)
                 return own
             return self.run(experts, *args, **kwargs, adapters=adapters)
 
         return forward
+
+
+def _matrix_forward(wrapper: Any) -> Callable[..., Any]:
+    """A module with one adapted matrix, such as a router: called with the sum in the matrix's place."""
+    module, name = wrapper.base_layer, wrapper.parameter_name
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if _left_to_peft([wrapper], kwargs):
+            return type(wrapper).forward(wrapper, *args, **kwargs)
+        weight = getattr(module, name)
+        for adapter in _active(wrapper):
+            weight = weight + wrapper.get_delta_weight(adapter).to(weight.dtype)
+        return torch.func.functional_call(module, {name: weight}, args, kwargs)
+
+    return forward
+
+
+def _active(wrapper: Any) -> list[str]:
+    return [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
+
+
+def _left_to_peft(chain: list[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call needs what peft does: adapters switched off or merged, or a choice of them for each row."""
+    return chain[0].disable_adapters or any(wrapper.merged for wrapper in chain) or "adapter_names" in kwargs
 
 
 def _wrappers(module: Any) -> list[Any]:
