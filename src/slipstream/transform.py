@@ -1,9 +1,9 @@
 """Apply what fits this model and device to one model instance, and undo it.
 
 Everything hangs on one ``Applied`` object on the instance (the base model below peft, if peft wraps it): the attention
-choice in its config, the hooks of its packed forward, its experts, the checkpointing switch. No class is patched and no source
-rewritten; ``restore`` leaves the model as it was. A model that can't be trained packed keeps its own attention, so that
-unpacked training is exactly its own.
+choice in its config, the hooks of its packed forward, its experts, the checkpointing switch. No class is patched and no
+source rewritten; ``restore`` leaves the model as it was. A model that can't be trained packed keeps its own attention,
+so that unpacked training is exactly its own.
 """
 
 import re

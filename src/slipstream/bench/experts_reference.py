@@ -52,7 +52,7 @@ def where_experts(
     def project(name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
         y = x @ stacks[name][expert]
         for adapter in factors[name]:
-            y = y + (x @ adapter.a_EIR[expert] * adapter.scale) @ adapter.b_ERO[expert]
+            y = y + (x @ adapter.a[expert] * adapter.scale) @ adapter.b[expert]
         return y + getattr(module, f"{name}_bias")[expert].to(dtype) if module.has_bias else y
 
     out_TH = torch.zeros_like(x_TH)

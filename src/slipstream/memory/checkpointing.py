@@ -63,7 +63,7 @@ def _checkpoint_of(base: Any, context_fn: ContextFn | None) -> Callable[..., Any
         named = any(RANDOM.search(k) and isinstance(v, int | float) and v > 0 for k, v in settings)
         return named, [m for m in base.modules() if isinstance(m, _DropoutNd)]
 
-    contexts = {} if context_fn is None else {"context_fn": context_fn}
+    contexts: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
 
     def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         named, dropouts = sources(tuple(getattr(base, "peft_config", ())))

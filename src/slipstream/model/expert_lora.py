@@ -86,7 +86,8 @@ class ExpertAdapters:
             if _left_to_peft(chain, kwargs):
                 own: torch.Tensor = type(chain[0]).forward(chain[0], *args, **kwargs)
                 return own
-            return self.run(experts, *args, **kwargs, adapters=adapters)
+            run: Callable[..., torch.Tensor] = self.run
+            return run(experts, *args, adapters=adapters, **kwargs)
 
         return forward
 

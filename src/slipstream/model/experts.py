@@ -29,8 +29,10 @@ from slipstream.model.routing import Routing, route
 class LowRank:
     """One adapter of one stack of matrices: ``x @ a @ b * scale`` is added to ``x @ weight``."""
 
-    a_EIR: torch.Tensor
-    b_ERO: torch.Tensor
+    a: torch.Tensor
+    """[E, I, R]."""
+    b: torch.Tensor
+    """[E, R, O]."""
     scale: float
 
 
@@ -108,12 +110,12 @@ def _project(
     """One stack of matrices with its adapters and bias, [S, O]."""
     y_SO = multiply(x_SI, matrices(module, name, x_SI.dtype))
     for adapter in adapters(name, x_SI.dtype):
-        y_SO += multiply(multiply(x_SI, adapter.a_EIR) * adapter.scale, adapter.b_ERO)
+        y_SO += multiply(multiply(x_SI, adapter.a) * adapter.scale, adapter.b)
     if not module.has_bias:
         return y_SO
     bias_EO = getattr(module, f"{name}_bias").to(x_SI.dtype)
     if not bias_EO.requires_grad:
-        return y_SO.add_(bias_EO.index_select(0, routing.expert_S))
+        return y_SO.add_(bias_EO.index_select(0, routing.expert))
     return y_SO.add_(_trained_bias(bias_EO, multiply, len(x_SI)))
 
 

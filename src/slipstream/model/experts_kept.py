@@ -123,4 +123,4 @@ class _Watch(TorchFunctionMode):
 def _kept_topk(current: _Pass, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
     indices = current.indices(lambda: torch.topk(input.detach(), *args, **kwargs).indices)
-    return torch.return_types.topk((input.gather(dim, indices), indices))  # type: ignore[attr-defined]
+    return torch.return_types.topk((input.gather(dim, indices), indices))

@@ -22,9 +22,9 @@ ALIGNMENT = 8
 def grouped_product(x_SI: torch.Tensor, weight_EIO: torch.Tensor, routing: Routing) -> torch.Tensor:
     """``x_SI`` times each slot's expert's matrix, [S, O], in one kernel."""
     if weight_EIO.requires_grad:
-        trained: torch.Tensor = _Grouped.apply(x_SI, weight_EIO, routing.offsets_E)
+        trained: torch.Tensor = _Grouped.apply(x_SI, weight_EIO, routing.offsets)  # type: ignore[no-untyped-call]
         return trained
-    return F.grouped_mm(x_SI, weight_EIO, offs=routing.offsets_E)
+    return F.grouped_mm(x_SI, weight_EIO, offs=routing.offsets)
 
 
 class _Grouped(torch.autograd.Function):
@@ -56,7 +56,7 @@ def _matrix_gradient(left_SI: torch.Tensor, right_SO: torch.Tensor, offsets_E: t
 
 def sliced_product(x_SI: torch.Tensor, weight_EIO: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """``x_SI`` times each slot's expert's matrix, [S, O], expert by expert; ``counts`` are each one's slots."""
-    sliced: torch.Tensor = _Sliced.apply(x_SI, weight_EIO, counts)
+    sliced: torch.Tensor = _Sliced.apply(x_SI, weight_EIO, counts)  # type: ignore[no-untyped-call]
     return sliced
 
 
@@ -76,7 +76,7 @@ class _Sliced(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad_x, None, None
         grad_EIO = torch.zeros_like(weight_EIO)
-        pairs = zip(x_SI.split(ctx.counts), grad_SO.split(ctx.counts), strict=True)
+        pairs = zip(torch.split(x_SI, ctx.counts), torch.split(grad_SO, ctx.counts), strict=True)
         for expert, (x_I, grad_O) in enumerate(pairs):
             if len(x_I):
                 torch.mm(x_I.t(), grad_O, out=grad_EIO[expert])
@@ -85,7 +85,7 @@ class _Sliced(torch.autograd.Function):
 
 def _each_slice(x_SI: torch.Tensor, weight_EIO: torch.Tensor, counts: list[int]) -> torch.Tensor:
     out_SO = x_SI.new_empty(len(x_SI), weight_EIO.shape[-1])
-    pairs = zip(x_SI.split(counts), out_SO.split(counts), strict=True)
+    pairs = zip(torch.split(x_SI, counts), torch.split(out_SO, counts), strict=True)
     for expert, (x, out) in enumerate(pairs):
         if len(x):
             torch.mm(x, weight_EIO[expert], out=out)

@@ -26,30 +26,30 @@ import torch
 class Routing:
     """One layer's assignments, sorted by expert."""
 
-    order_S: torch.Tensor
-    """int64: the assignment in each slot."""
-    inverse_S: torch.Tensor
-    """int64: the slot of each assignment."""
-    expert_S: torch.Tensor
-    """int32: the expert of each slot, ascending."""
-    offsets_E: torch.Tensor
-    """int32: where each expert's slots end; the last is S."""
+    order: torch.Tensor
+    """int64 [S]: the assignment in each slot."""
+    inverse: torch.Tensor
+    """int64 [S]: the slot of each assignment."""
+    expert: torch.Tensor
+    """int32 [S]: the expert of each slot, ascending."""
+    offsets: torch.Tensor
+    """int32 [E]: where each expert's slots end; the last is S."""
     top_k: int
     """Experts a token, K."""
 
     def counts(self) -> list[int]:
         """Slots of each expert, on the host: one copy, for which the host waits."""
-        ends = self.offsets_E.tolist()
+        ends = self.offsets.tolist()
         return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
     def gather(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Each slot's token, [S, H]. The backward sums a token's K slots in a fixed order."""
-        gathered: torch.Tensor = _Gather.apply(x_TH, self.order_S, self.inverse_S, self.top_k)
+        gathered: torch.Tensor = _Gather.apply(x_TH, self.order, self.inverse, self.top_k)  # type: ignore[no-untyped-call]
         return gathered
 
     def combine(self, y_SH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """Each token's weighted sum over its K slots, [T, H] in the dtype of ``y_SH``, in a fixed order: no atomics."""
-        combined: torch.Tensor = _Combine.apply(y_SH, weights_TK, self.order_S, self.inverse_S)
+        combined: torch.Tensor = _Combine.apply(y_SH, weights_TK, self.order, self.inverse)  # type: ignore[no-untyped-call]
         return combined
 
 
