@@ -153,8 +153,9 @@ class _Training:
     def run(self, checkpoint: Path | None, autocast: torch.dtype) -> RunSummary:
         """Train to the end or to the first signal, and leave everything in the run folder."""
         trainer = self._trainer(autocast)
-        self.console.print(f"  {trainer.loss_decision}")
-        self.record["decisions"].append(asdict(trainer.loss_decision))
+        for decision in filter(None, (trainer.loss_decision, trainer.balance_decision)):
+            self.console.print(f"  {decision}")
+            self.record["decisions"].append(asdict(decision))
         if checkpoint is not None:
             self._go_on(checkpoint)
         self.folder.write_run(self.record)

@@ -101,6 +101,7 @@ class _Combine(torch.autograd.Function):
         grad_SH = grad_TH.index_select(0, order_S // weights_TK.shape[1])
         weights_S1 = weights_TK.reshape(-1).index_select(0, order_S)[:, None]
         grad_y_SH = (grad_SH * weights_S1).to(y_SH.dtype)
-        grad_weights_S = (grad_SH * y_SH).sum(-1, dtype=torch.float32)
+        exact = torch.promote_types(weights_TK.dtype, torch.float32)
+        grad_weights_S = (grad_SH * y_SH).sum(-1, dtype=exact)
         grad_weights_TK = grad_weights_S.index_select(0, inverse_S).view_as(weights_TK).to(weights_TK.dtype)
         return grad_y_SH, grad_weights_TK, None, None

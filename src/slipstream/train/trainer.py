@@ -15,7 +15,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from slipstream.device.segments import Segments
 from slipstream.errors import InputError
 from slipstream.model.head import find_head
+from slipstream.train.balance import find_balance
 from slipstream.train.checkpoint import rotate, write_manifest
 from slipstream.train.loss import learned_tokens, summed_cross_entropy
 from slipstream.train.records import EvalRecord, StepLog, StepRecord
@@ -103,6 +104,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.decoder: nn.Module = base.get_decoder()
         self.head, self.loss_decision = find_head(base)
         """The output head where the loss may run it on chunks, and the decision about it."""
+        self.balance, self.balance_decision = find_balance(base)
+        """The load-balance loss that a mixture of experts asks for, and the decision about it; None where there is none."""
         self._saving = False
         self._tally = _StepTally()
         self._step_began = time.perf_counter()
@@ -117,9 +120,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Summed cross-entropy over the learned tokens of the whole optimizer step (0-d float32)."""
+        """Mean cross-entropy over the learned tokens of the whole optimizer step, this batch's share (0-d float32).
+
+        A load-balance loss is added as the mean over the step's batches, weighted by their learned tokens.
+        """
         labels = inputs["labels"]
-        total, outputs = self._summed_loss(model, inputs, whole_logits=return_outputs)
+        with self._router_logits() as router_logits:
+            total, outputs = self._summed_loss(model, inputs, whole_logits=return_outputs)
+        if self.balance is not None:
+            total = total + self.balance.loss(router_logits, inputs) * learned_tokens(labels)
         learned = learned_tokens(labels) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
         loss = total / learned.clamp(min=1)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
@@ -154,6 +163,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             yield seen
         finally:
             hook.remove()
+
+    def _router_logits(self) -> AbstractContextManager[list[torch.Tensor]]:
+        """What a mixture's routers give in a forward inside the context, where its loss asks for it."""
+        return nullcontext([]) if self.balance is None else self.balance.listen(base_model(self.model))
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """0: the base class walks all parameters on the host every step to fill a number that no record uses."""
