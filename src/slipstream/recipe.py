@@ -46,8 +46,6 @@ REQUIRED: Mapping[str, str] = {
 }
 NOT_YET: Mapping[tuple[str, object], str] = {
     ("load.quantize", "nf4"): "use none, with load.dtype: bfloat16 to halve the weights",
-    ("adapter.experts", True): "leave it false: the dense linear layers are adapted",
-    ("adapter.router", True): "leave it false: the router stays as it is",
 }
 """Values of the recipe that are planned: what to use instead. Looked up only once a value was refused."""
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)

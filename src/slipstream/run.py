@@ -161,7 +161,8 @@ class _Training:
     def run(self, checkpoint: Path | None, autocast: torch.dtype) -> RunSummary:
         """Train to the end or to the first signal, and leave everything in the run folder."""
         trainer = self._trainer(autocast)
-        self._decided(trainer.batch_loss.decision)
+        for decision in filter(None, (trainer.batch_loss.decision, trainer.batch_loss.balance_decision)):
+            self._decided(decision)
         if checkpoint is not None:
             self._go_on(checkpoint)
         self.folder.write_run(self.record)

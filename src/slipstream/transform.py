@@ -1,9 +1,9 @@
 """Apply what fits this model and device to one model instance, and undo it.
 
 Everything hangs on one ``Applied`` object on the instance (the base model below peft, if peft wraps it): the attention
-choice in its config, the hooks of its packed forward, the layers' checkpoint functions. No class is patched and no
-source rewritten; ``restore`` leaves the model as it was. A model that can't be trained packed keeps its own attention,
-so that unpacked training is exactly its own.
+choice in its config, the hooks of its packed forward, its experts, the layers' checkpoint functions. No class is
+patched and no source rewritten; ``restore`` leaves the model as it was. A model that can't be trained packed keeps its
+own attention, so that unpacked training is exactly its own.
 """
 
 import logging
@@ -26,7 +26,7 @@ from slipstream.memory.checkpointing import (
     restore_checkpointing,
     set_checkpointing,
 )
-from slipstream.memory.offload import Offload
+from slipstream.memory.offload import ContextFn, Offload
 from slipstream.memory.policy import (
     ActivationsChoice,
     BuffersChoice,
@@ -37,6 +37,7 @@ from slipstream.memory.policy import (
 )
 from slipstream.model.attention import AttentionChoice, Needs, attention_key, choose_attention, register_attention
 from slipstream.model.carrier import Carrier, find_carrier
+from slipstream.model.experts_choice import AppliedExperts, ExpertsChoice, choose_experts
 from slipstream.model.packed_forward import PackedForward
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class Options:
     """Device buffers for reloading offloaded activations; one reloads a layer's input only when it is needed."""
     host_limit: float | None = None
     """GiB of host memory that offloaded activations may take; without it, 80% of what is free."""
+    experts: ExpertsChoice = "auto"
+    """``grouped`` or ``loop``."""
     tokens: int | None = None
     """Tokens in a batch, from which ``activations: auto`` predicts memory; without it activations are kept."""
     compute_dtype: torch.dtype | None = None
@@ -77,6 +80,7 @@ class Applied:
     checkpointing: Checkpointing
     later: list[Decision]
     """What turned out otherwise since."""
+    experts: AppliedExperts | None
 
 
 def apply(model: Model, options: Options | None = None) -> Model:
@@ -91,18 +95,21 @@ def apply(model: Model, options: Options | None = None) -> Model:
     device = describe(next(base.parameters()).device)
     packing, carrier = _packing(base)
     choice, key, attention = _attention(options, base, device, packing, carrier)
+    experts_choice, experts = choose_experts(options.experts, base, device, options.compute_dtype or base.dtype)
     memory = _activations(options, base, device)
     forward = PackedForward(packing, key, carrier)
     previous = base.config._attn_implementation
+    mixture = AppliedExperts.to(base, experts_choice) if experts_choice else None
+    kept = mixture.kept.contexts if mixture else None  # the forward's routing, for the recompute
     later: list[Decision] = []
-    checkpointing = _set_checkpointing(options, base, memory, partial(_note, later))
+    checkpointing = _set_checkpointing(options, base, memory, partial(_note, later), kept)
     if key is not None:
         register_attention()
         base.set_attn_implementation(key)
     forward.attach(model, base)
     rotary = [_rotary_decision(forward)] if forward.rotary else []
-    decided = (attention, *memory.decisions, packing, *rotary)
-    setattr(base, ATTRIBUTE, Applied(decided, choice, previous, forward, checkpointing, later))
+    decided = (attention, *memory.decisions, packing, experts, *rotary)
+    setattr(base, ATTRIBUTE, Applied(decided, choice, previous, forward, checkpointing, later, mixture))
     return model
 
 
@@ -115,6 +122,8 @@ def restore(model: Model) -> Model:
     applied.forward.detach()
     if applied.forward.attention is not None:
         base.set_attn_implementation(applied.previous_attention)
+    if applied.experts is not None:
+        applied.experts.detach(base)
     restore_checkpointing(applied.checkpointing)
     delattr(base, ATTRIBUTE)
     return model
@@ -225,7 +234,11 @@ def _pending_bytes(base: nn.Module) -> int:
 
 
 def _set_checkpointing(
-    options: Options, base: Any, chosen: Chosen, decide: Callable[[Decision], None]
+    options: Options,
+    base: Any,
+    chosen: Chosen,
+    decide: Callable[[Decision], None],
+    kept: ContextFn | None,
 ) -> Checkpointing:
     offload = None
     if chosen.split is not None and chosen.split.offloaded:
@@ -236,7 +249,7 @@ def _set_checkpointing(
             strict=options.activations == "offload",
             decide=decide,
         )
-    return set_checkpointing(base, chosen.split, decide=decide, offload=offload)
+    return set_checkpointing(base, chosen.split, decide=decide, offload=offload, context_fn=kept)
 
 
 def _note(later: list[Decision], decision: Decision) -> None:
