@@ -54,7 +54,7 @@ def test_decisions_tell_what_was_chosen_and_why() -> None:
     assert decisions(model) == []
     assert apply(model) is model
     found = {decision.name: decision for decision in decisions(model)}
-    assert set(found) == {"attention", "recompute", "offload", "packing"}
+    assert set(found) == {"attention", "recompute", "offload", "packing", "experts"}
     assert found["attention"].on
     assert "sdpa" in found["attention"].reason
     assert "cpu" in found["attention"].reason

@@ -79,7 +79,8 @@ def balance_loss(logits: Sequence[torch.Tensor], top_k: int, real_N: torch.Tenso
         assigned_E = assigned_E + (weight_N1 * chosen_NE).sum(0)
         probability_E = probability_E + (weight_N1 * probability_NE).sum(0)
         rows = rows + weight_N1.sum()
-    return experts * (assigned_E / rows * (probability_E / rows)).sum()
+    loss: torch.Tensor = experts * (assigned_E / rows * (probability_E / rows)).sum()
+    return loss
 
 
 def _real_rows(inputs: Mapping[str, Any]) -> torch.Tensor | None:
