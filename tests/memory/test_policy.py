@@ -138,7 +138,7 @@ def test_with_less_memory_more_is_recomputed_and_then_offloaded(free: Any) -> No
     situation = now(H200, 49_152, QWEN3_8B)
     demand = demand_of(situation)
     seen = []
-    for gib in range(700, 0, -2):
+    for gib in range(1000, 0, -4):
         free(gib * GIB // 2)
         chosen = choose_activations("auto", situation)
         assert chosen.split is not None
