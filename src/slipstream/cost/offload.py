@@ -146,10 +146,17 @@ def splits(layers: int, *, offload: bool) -> Iterator[Split]:
 
 
 def cheapest_split(demand: Demand, device_bytes: int, host_bytes: int, *, offload: bool) -> Split | None:
-    """The cheapest split that fits both memories, or None; of equally cheap ones the one that moves least."""
-    fitting = [
-        split
-        for split in splits(demand.layers, offload=offload)
-        if demand.device_bytes(split) <= device_bytes and demand.host_bytes(split) <= host_bytes
-    ]
-    return min(fitting, key=lambda split: (demand.seconds(split), split.offloaded), default=None)
+    """The cheapest split that fits both memories, or None; of equally cheap ones the one that moves least.
+
+    Nothing is offloaded where a split without it fits: a percent of a step is within the prediction's error, and
+    pinned memory is dear to others.
+    """
+    for allowed in (False, True) if offload else (False,):
+        fitting = [
+            split
+            for split in splits(demand.layers, offload=allowed)
+            if demand.device_bytes(split) <= device_bytes and demand.host_bytes(split) <= host_bytes
+        ]
+        if fitting:
+            return min(fitting, key=lambda split: (demand.seconds(split), split.offloaded))
+    return None
