@@ -7,12 +7,13 @@ random numbers: keeping it costs host time in every layer.
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from slipstream.errors import InputError
 from slipstream.memory.policy import ActivationsChoice
@@ -63,14 +64,20 @@ def _checkpoint_of(base: Any, context_fn: ContextFn | None) -> Callable[..., Any
         named = any(RANDOM.search(k) and isinstance(v, int | float) and v > 0 for k, v in settings)
         return named, [m for m in base.modules() if isinstance(m, _DropoutNd)]
 
-    contexts: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
-
     def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        contexts: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
+        if context_fn is not None and torch.compiler.is_compiling():  # the compiler takes no context of anyone's own
+            contexts = {"context_fn": partial(create_selective_checkpoint_contexts, keep_choices)}
         named, dropouts = sources(tuple(getattr(base, "peft_config", ())))
         draws = named or any(dropout.p > 0 for dropout in dropouts)
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws, **contexts, **kwargs)
 
     return recompute
+
+
+def keep_choices(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """What a layer keeps that is recomputed inside a compiled graph: nothing but the experts it chose."""
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.topk.default else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def restore_checkpointing(switches: Switches) -> None:
