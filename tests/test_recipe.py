@@ -221,8 +221,6 @@ def test_refused_keys_and_values(write: Write, override: str, told: str) -> None
         "memory.activations=offload",
         "memory.host_limit=32",
         "load.quantize=nf4",
-        "adapter.experts=true",
-        "adapter.router=true",
     ],
 )
 def test_planned_values_say_so_and_what_to_use(write: Write, override: str) -> None:

@@ -54,15 +54,16 @@ def test_decisions_tell_what_was_chosen_and_why() -> None:
     assert decisions(model) == []
     assert apply(model) is model
     found = {decision.name: decision for decision in decisions(model)}
-    assert set(found) == {"attention", "recompute", "packing"}
+    assert set(found) == {"attention", "recompute", "packing", "experts"}
     assert found["attention"].on
     assert "sdpa" in found["attention"].reason
     assert "cpu" in found["attention"].reason
     assert not found["recompute"].on
     assert found["packing"].on
+    assert not found["experts"].on
     found.clear()
     decisions(model).clear()
-    assert len(decisions(model)) == 3  # a copy
+    assert len(decisions(model)) == 4  # a copy
 
 
 def test_a_named_choice_that_cannot_be_honoured_is_refused_and_changes_nothing() -> None:

@@ -79,7 +79,7 @@ def balance_loss(logits: Sequence[torch.Tensor], top_k: int, real_N: torch.Tenso
         assigned_E = assigned_E + (weight_N1 * chosen_NE).sum(0)
         probability_E = probability_E + (weight_N1 * probability_NE).sum(0)
         rows = rows + weight_N1.sum()
-    return experts * (assigned_E / rows * (probability_E / rows)).sum()
+    return torch.sum(assigned_E / rows * (probability_E / rows)) * experts
 
 
 def _real_rows(inputs: dict[str, Any]) -> torch.Tensor | None:

@@ -105,7 +105,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.head, self.loss_decision = find_head(base)
         """The output head where the loss may run it on chunks, and the decision about it."""
         self.balance, self.balance_decision = find_balance(base)
-        """The load-balance loss that a mixture of experts asks for, and the decision about it; None where there is none."""
+        """The load-balance loss that a mixture of experts asks for, and the decision about it; None for other models."""
         self._saving = False
         self._tally = _StepTally()
         self._step_began = time.perf_counter()
