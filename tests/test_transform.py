@@ -60,6 +60,7 @@ def test_decisions_tell_what_was_chosen_and_why() -> None:
     assert "cpu" in found["attention"].reason
     assert not found["recompute"].on
     assert found["packing"].on
+    assert not found["experts"].on
     found.clear()
     decisions(model).clear()
     assert len(decisions(model)) == 4  # a copy

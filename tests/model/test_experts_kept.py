@@ -9,6 +9,7 @@ from mixtures import MIXTURES, Made, mixture_of
 from packed import documents, gradients, logits_of, row_of
 from slipstream import Options, apply, restore
 from slipstream.model.experts_choice import AppliedExperts
+from slipstream.model.experts_kept import RUNNING
 from slipstream.transform import ATTRIBUTE
 
 TOPKS = {"deepseek_v2": 2, "deepseek_v3": 3}
@@ -42,7 +43,7 @@ def test_no_second_topk_and_the_same_bits(family: str, experts: Any) -> None:
     assert "aten.sort" in backward.names  # it did recompute
     ours, theirs = gradients(model), gradients(kept)
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
-    assert mixture_on(model).kept.current is None
+    assert RUNNING.get() is None
 
 
 def tie(model: Any) -> list[torch.Tensor]:
@@ -118,7 +119,7 @@ def test_an_error_in_a_layer_ends_its_pass() -> None:
     hook = block.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         step(model)
-    assert mixture_on(model).kept.current is None
+    assert RUNNING.get() is None
     hook.remove()
     step(model).backward()
 

@@ -9,13 +9,13 @@ forward and put back, with a ``Decision``. Refusing to run instead would break t
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -128,9 +128,11 @@ def _recompute(base: Any, split: Split, offload: Offload | None, context_fn: Con
 
 def _plain_checkpoint(draws: Callable[[], bool], context_fn: ContextFn | None) -> Callable[..., Any]:
     """PyTorch's checkpoint, with random state only where it is needed."""
-    contexts: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
+    own: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
+    compiled = {"context_fn": partial(create_selective_checkpoint_contexts, keep_choices)} if own else {}
 
     def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        contexts = compiled if torch.compiler.is_compiling() else own  # the compiler takes no context of anyone's own
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws(), **contexts, **kwargs)
 
     return recompute
@@ -150,6 +152,11 @@ def _draws(base: Any) -> Callable[[], bool]:
         return named or any(dropout.p > 0 for dropout in dropouts)
 
     return draws
+
+
+def keep_choices(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """What a layer keeps that is recomputed inside a compiled graph: nothing but the experts it chose."""
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.topk.default else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _own_switches(modules: list[nn.Module]) -> Switches:

@@ -130,8 +130,9 @@ def _wrappers(module: Any) -> list[Any]:
 def low_rank(wrapper: Any, adapter: str, dtype: torch.dtype) -> LowRank:
     """One adapter's factors in the dtype to compute in; the rank is filled up with zeros to what kernels take."""
     experts, rank = wrapper.num_experts, wrapper.r[adapter]
-    a_ERI = wrapper.lora_A[adapter].weight.to(dtype).unflatten(0, (experts, rank))
-    b_ERO = wrapper.lora_B[adapter].weight.unflatten(1, (rank, experts)).permute(2, 1, 0)
+    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    a_ERI = a.to(dtype).view(experts, rank, a.shape[1])
+    b_ERO = b.view(b.shape[0], rank, experts).permute(2, 1, 0)
     b_ERO = b_ERO.to(dtype, copy=True, memory_format=torch.contiguous_format)
     if missing := -rank % ALIGNMENT:
         a_ERI, b_ERO = (nn.functional.pad(factor, (0, 0, 0, missing)) for factor in (a_ERI, b_ERO))
