@@ -66,6 +66,11 @@ class Checkpointing:
             )
             self.decide(Decision("checkpointing", True, reason))
 
+    def release_graphs(self) -> None:
+        """Have back the host memory that captured graphs name; none of them may be replayed afterwards."""
+        if self.offload is not None:
+            self.offload.pool.release_graphs()
+
     def put(self) -> None:
         """Switch the layers as they were switched by ``set_checkpointing``."""
         _put_back(self.wanted)

@@ -7,8 +7,9 @@ kernel choice works and boundaries never become constants of compiled code. Comp
 model, takes minutes for deep models and compiles again for each set of boundaries.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -32,7 +33,7 @@ class CompiledLayers:
         for module in self._modules:
             kind = type(module)
             if kind not in self._forwards:
-                self._forwards[kind] = torch.compile(kind.forward, dynamic=False)
+                self._forwards[kind] = _compiled(kind)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -50,6 +51,24 @@ class CompiledLayers:
         finally:
             for module in self._modules:
                 vars(module).pop("forward", None)
+
+
+def _compiled(kind: Any) -> Callable[..., Any]:
+    """A layer class's forward, compiled; checkpointing stays outside, as what moves its inputs can't be traced.
+
+    From transformers 5.20 or so on the class's forward is a wrapper that checkpoints; before, ``__call__`` does.
+    """
+    code = getattr(kind.forward, "__code__", None)
+    if code is None or code.co_name != "forward_with_checkpointing":
+        return torch.compile(kind.forward, dynamic=False)
+    inner: Callable[..., Any] = torch.compile(kind.forward.__wrapped__, dynamic=False)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            return self._gradient_checkpointing_func(partial(inner, self, **kwargs), *args)
+        return inner(self, *args, **kwargs)
+
+    return forward
 
 
 def _repeated(decoder: Any) -> list[nn.Module]:
