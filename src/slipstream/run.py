@@ -45,7 +45,7 @@ from slipstream.train.progress import ProgressBar, clock
 from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
 from slipstream.train.run_folder import discard, full_disk_told, publish, staging_for
 from slipstream.train.trainer import Trainer
-from slipstream.transform import Options, apply, decisions, restore
+from slipstream.transform import Options, apply, decisions, restore, tell_later_decisions
 from slipstream.versions import SLIPSTREAM, library_versions
 
 FREE_TO_CHANGE = {"output", "train.steps", "train.epochs", "train.eval_every", "train.save_every", "train.keep"}
@@ -160,6 +160,7 @@ class _Training:
 
     def run(self, checkpoint: Path | None, autocast: torch.dtype) -> RunSummary:
         """Train to the end or to the first signal, and leave everything in the run folder."""
+        tell_later_decisions(self.model, self._decided)
         trainer = self._trainer(autocast)
         for decision in filter(None, (trainer.batch_loss.decision, trainer.batch_loss.balance_decision)):
             self._decided(decision)
