@@ -1,4 +1,4 @@
-"""The load-balance loss: the model's own formula, without padding, weighted by tokens, and asking the device nothing."""
+"""The load-balance loss: the model's own formula, without padding, weighted by tokens, without a wait."""
 
 import sys
 from pathlib import Path
