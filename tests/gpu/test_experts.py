@@ -228,8 +228,8 @@ def test_whole_training_steps_do_not_sync(tmp_path: Path) -> None:
         compute_dtype=torch.bfloat16,
         callbacks=[Guard()],
     )
-    assert trainer.balance_decision is not None
-    assert trainer.balance_decision.on
+    assert trainer.batch_loss.balance_decision is not None
+    assert trainer.batch_loss.balance_decision.on
     try:
         trainer.train()
     finally:
