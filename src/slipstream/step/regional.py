@@ -18,8 +18,9 @@ from torch import nn
 
 from slipstream.model.attention import register_attention
 
-LARGEST_VARIETY = 64
-"""How many variants of one function may be compiled (layer kinds, evaluation, ...) before it is an error."""
+LARGEST_VARIETY = 256
+"""How many variants of one function may be compiled before it is an error. A model needs about ten; other models of the
+process that have the same layer class count, too."""
 
 
 class CompiledLayers:
@@ -46,8 +47,16 @@ class CompiledLayers:
         for module in self._modules:
             vars(module)["forward"] = MethodType(self._forwards[type(module)], module)
         try:
-            with torch._dynamo.config.patch(recompile_limit=LARGEST_VARIETY, fail_on_recompile_limit_hit=True):
+            with torch._dynamo.config.patch(
+                recompile_limit=LARGEST_VARIETY,
+                accumulated_recompile_limit=4 * LARGEST_VARIETY,
+                fail_on_recompile_limit_hit=True,
+            ):
                 yield
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise RuntimeError(
+                f"a layer was compiled {LARGEST_VARIETY} times, each time for something that differs"
+            ) from error
         finally:
             for module in self._modules:
                 vars(module).pop("forward", None)
