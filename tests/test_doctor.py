@@ -10,6 +10,7 @@ from rich.console import Console
 
 from slipstream import doctor
 from slipstream.cost.hardware import Device
+from slipstream.device import driver
 
 CPU = Device("cpu", "a processor", 2**34, None, bf16=False, unified_memory=True)
 HOPPER = Device("cuda", "a Hopper", 2**37, (9, 0), bf16=True, unified_memory=False)
@@ -66,18 +67,18 @@ def test_driver_version_is_the_first_line(monkeypatch: pytest.MonkeyPatch, tmp_p
     command.write_text("#!/bin/sh\necho 580.12\necho 580.12\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert doctor.driver_version() == "580.12"
+    assert driver.driver_version() == "580.12"
     command.write_text("#!/bin/sh\necho no driver; exit 9\n")
-    assert doctor.driver_version() is None
+    assert driver.driver_version() is None
 
 
 def test_a_hanging_driver_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(*args: object, **kwargs: object) -> None:
         raise subprocess.TimeoutExpired("nvidia-smi", 20)
 
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr(doctor.subprocess, "run", hang)
-    assert doctor.driver_version() is None
+    monkeypatch.setattr(driver.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(driver.subprocess, "run", hang)
+    assert driver.driver_version() is None
 
 
 def test_report_on_this_machine_is_plain_json() -> None:

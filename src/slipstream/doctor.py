@@ -7,8 +7,6 @@ a minute.
 
 import os
 import platform
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +22,7 @@ from slipstream.cost.hardware import (
     host_memory_limit,
     machine_memory,
 )
+from slipstream.device.driver import driver_version
 from slipstream.versions import SLIPSTREAM, library_versions
 
 if TYPE_CHECKING:
@@ -89,19 +88,6 @@ def no_cuda_reason(built_for: str | None, driver: str | None) -> str:
     if visible is not None:
         return f"CUDA_VISIBLE_DEVICES={visible!r} leaves no card visible; unset it"
     return f"driver {driver} does not work with torch's CUDA {built_for}; update the driver"
-
-
-def driver_version() -> str | None:
-    """The NVIDIA driver's version, or none if no driver answers."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
-    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer[0] if answer else None
 
 
 def usable_cores() -> int:

@@ -34,7 +34,7 @@ from slipstream.device.feed import PackedCollator, PaddedCollator
 from slipstream.errors import InputError
 from slipstream.model.load import check_context, load_tokenizer
 from slipstream.model.lora import trainable_summary
-from slipstream.prepare import Rows, build_model, data_record, prepare_rows, quiet_libraries
+from slipstream.prepare import Rows, build_model, data_record, planned_steps, prepare_rows, quiet_libraries
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
 from slipstream.train.arguments import KeepBest, check_schedule, check_trackers, training_arguments
@@ -119,14 +119,6 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console) -> tuple["_Tr
         console.print(f"  {decision}")
     record = describe_run(recipe, model, device, train_rows, eval_rows, decided)
     return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record), autocast
-
-
-def planned_steps(recipe: Recipe, rows: int) -> int:
-    """Optimizer steps of a run over ``rows`` packed rows (documents, where packing is off), as the trainer counts."""
-    if recipe.train.steps is not None:
-        return recipe.train.steps
-    updates = math.ceil(math.ceil(rows / recipe.packing.rows) / recipe.train.accumulate)
-    return math.ceil(recipe.train.epochs * updates)
 
 
 def run_decisions(recipe: Recipe, model: nn.Module) -> list[Decision]:
