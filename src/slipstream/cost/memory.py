@@ -77,13 +77,17 @@ def _parts(job: Job, moment: str) -> list[Part]:
     working = loss_workspace(job)
     if moment != "loss":
         working = tokens * (backward_bytes(job, layer) + (layer_bytes(job, layer) if job.passes > 1 else 0.0))
+    if (
+        end and job.full and job.shape.tied
+    ):  # the embedding's gradient comes last, beside the head's of the same weights
+        working = max(working, BYTES[job.weights] * job.shape.head)
     return [
         Part("weights", weight_bytes(job), _weights_words(job)),
         Part("adapters", 0 if job.full else 4.0 * job.trained, f"{job.trained:,} float32 masters"),
         Part("gradients", gradient_bytes(job) if gradients else 0.0, f"of {job.trained:,} parameters"),
         Part("optimizer", state_bytes(job), job.optimizer + (", float32 masters" if _has_masters(job) else "")),
         Part("casts", cast_bytes(job, ended=end), f"trained weights in {job.compute}"),
-        Part("activations", 0.0 if end else kept_bytes(job), _kept_words(job)),
+        Part("activations", _last_kept(job, layer) if end else kept_bytes(job), _kept_words(job)),
         Part("reload buffers", reload_bytes(job), f"{job.buffers} of a layer's input"),
         Part("attention mask", _mask_bytes(job), "dense, T²"),
         Part("loss" if moment == "loss" else "backward", working, _working_words(job, moment)),
@@ -161,6 +165,11 @@ def kept_bytes(job: Job) -> float:
     return inputs + job.tokens * shape.hidden * stream_bytes(job)
 
 
+def _last_kept(job: Job, layer: Layer) -> float:
+    """What is left of them in the first layer's backward: its own, or where it is computed again, its input."""
+    return layer_bytes(job, layer) * job.tokens if job.passes == 1 else input_bytes(job)
+
+
 def input_bytes(job: Job) -> float:
     """Bytes of one layer's input: T·h in the dtype of the residual stream."""
     return job.tokens * job.shape.hidden * stream_bytes(job)
@@ -183,13 +192,12 @@ def host_parts(job: Job) -> list[Part]:
 
 
 def loss_workspace(job: Job) -> float:
-    """Logits of a chunk in the compute dtype, in float32, their log-softmax, and the gradients of both; without chunks
-    all tokens' logits and their gradient besides (``train/loss.py``).
+    """Three float32 tensors of a chunk's logits, in the backward: log-softmax, its gradient and that of the logits;
+    and for all tokens the gradient of what the head reads. Without chunks, all tokens' logits and their gradient too.
     """
-    chunk = 12.0 + 2 * job.itemsize
     whole = 0.0 if job.chunked_loss else 2 * job.itemsize * job.tokens
-    features = 3 * job.itemsize * job.tokens * job.shape.hidden
-    return job.shape.vocabulary * (chunk * min(job.tokens, LOSS_CHUNK) + whole) + features
+    features = 2 * job.itemsize * job.tokens * job.shape.hidden
+    return job.shape.vocabulary * (12.0 * min(job.tokens, LOSS_CHUNK) + whole) + features
 
 
 def _mask_bytes(job: Job) -> float:
