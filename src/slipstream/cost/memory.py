@@ -193,11 +193,14 @@ def host_parts(job: Job) -> list[Part]:
 
 def loss_workspace(job: Job) -> float:
     """Three float32 tensors of a chunk's logits, in the backward: log-softmax, its gradient and that of the logits;
-    and for all tokens the gradient of what the head reads. Without chunks, all tokens' logits and their gradient too.
+    and for all tokens the gradient of what the head reads. Without chunks, all tokens' logits and their gradient too;
+    where the head is trained, its gradient in the compute dtype, and from the second chunk on the sum as well.
     """
     whole = 0.0 if job.chunked_loss else 2 * job.itemsize * job.tokens
     features = 2 * job.itemsize * job.tokens * job.shape.hidden
-    return job.shape.vocabulary * (12.0 * min(job.tokens, LOSS_CHUNK) + whole) + features
+    summed = BYTES[job.weights] if job.tokens > LOSS_CHUNK else 0.0
+    head = (job.itemsize + summed) * job.shape.head if job.full else 0.0
+    return job.shape.vocabulary * (12.0 * min(job.tokens, LOSS_CHUNK) + whole) + features + head
 
 
 def _mask_bytes(job: Job) -> float:
