@@ -34,6 +34,8 @@ from slipstream.device.feed import PackedCollator, PaddedCollator
 from slipstream.errors import InputError
 from slipstream.model.load import check_context, load_tokenizer
 from slipstream.model.lora import trainable_summary
+from slipstream.plan.facts import this_machine
+from slipstream.plan.record import plan_line, run_plan
 from slipstream.prepare import Rows, build_model, data_record, planned_steps, prepare_rows, quiet_libraries
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
@@ -92,6 +94,7 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
 def _prepared(recipe: Recipe, folder: RunFolder, console: Console) -> tuple["_Training", torch.dtype]:
     """Stages 2 to 4: everything that comes before the first step, and the dtype to compute in."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = this_machine()  # its ceilings are measured, if they never were, while the device is empty
     tokenizer = load_tokenizer(recipe.model, recipe.load)
     train_rows = prepare_rows(recipe, recipe.data.train, tokenizer, console)
     eval_rows = prepare_rows(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
@@ -117,7 +120,10 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console) -> tuple["_Tr
     decided = [*run_decisions(recipe, model), *([] if context is None else [context])]
     for decision in decided:
         console.print(f"  {decision}")
-    record = describe_run(recipe, model, device, train_rows, eval_rows, decided)
+    sets = (train_rows.tokenised, None if eval_rows is None else eval_rows.tokenised)
+    predicted = run_plan(recipe, target, sets, decided)
+    console.print(f"  {plan_line(predicted)}")
+    record = {**describe_run(recipe, model, device, train_rows, eval_rows, decided), "plan": predicted}
     return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record), autocast
 
 

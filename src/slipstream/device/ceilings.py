@@ -50,7 +50,10 @@ def ceilings(torch_device: "torch.device | str", driver: str | None, *, fresh: b
 
 
 def measure(torch_device: "torch.device | str", seconds: float = SECONDS) -> Ceilings:
-    """Measure every ceiling of the device, each for about ``seconds``."""
+    """Measure every ceiling of the device, each for about ``seconds``.
+
+    A card's memory is given back and its peak counted anew, so that what is run later does not show this.
+    """
     device = torch.device(torch_device)
     described = describe(device)
     dtype = compute_dtype(described)
@@ -58,7 +61,7 @@ def measure(torch_device: "torch.device | str", seconds: float = SECONDS) -> Cei
     free = free_bytes(device)
     size = max(SMALL, min(LARGE if card else 2**27, free // 16))
     to_device, to_host, pageable = _links(device, size // 4, seconds) if card else (None, None, None)
-    return Ceilings(
+    found = Ceilings(
         dtype=dtype,
         matmul=_matmul(device, getattr(torch, dtype), free, seconds),
         copy=_copy(device, size, seconds),
@@ -69,6 +72,10 @@ def measure(torch_device: "torch.device | str", seconds: float = SECONDS) -> Cei
         sync=_sync(device) if card else 0.0,
         source="measured",
     )
+    if card:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return found
 
 
 def _matmul(device: torch.device, dtype: torch.dtype, free: int, seconds: float) -> float:
