@@ -154,9 +154,10 @@ def test_plan_is_3_where_it_does_not_fit(
     assert call("plan", recipe)[0] == code
 
 
-def test_doctor_prints_tables_or_one_document(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_tables_or_one_document(call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     report = doctor.report()
-    monkeypatch.setattr(doctor, "report", lambda: report)
+    monkeypatch.setattr(doctor, "report", lambda *, fresh: report)
     code, out, _ = call("doctor")
     assert code == 0
     assert "attention varlen" in out

@@ -137,12 +137,15 @@ def data(
 
 
 @app.command()
-def doctor(as_json: JsonOption = False) -> None:
+def doctor(
+    as_json: JsonOption = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure the device's ceilings again.")] = False,
+) -> None:
     """Show what this machine offers, and why not."""
     with _output(as_json) as emit:
         from slipstream import doctor as examination
 
-        report = examination.report()
+        report = examination.report(fresh=fresh)
         examination.show(report, _console(stderr=as_json))
         emit(report)
 

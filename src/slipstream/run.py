@@ -46,6 +46,7 @@ from slipstream.train.interrupt import StopRequest
 from slipstream.train.progress import ProgressBar, clock
 from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
 from slipstream.train.run_folder import discard, full_disk_told, publish, staging_for
+from slipstream.train.timeline import StepTimeline
 from slipstream.train.trainer import Trainer
 from slipstream.transform import Options, apply, decisions, restore, tell_later_decisions
 from slipstream.versions import SLIPSTREAM, library_versions
@@ -213,7 +214,7 @@ class _Training:
             on_eval=self._record_eval,
             mode=recipe.train.mode,
             on_decision=self._decided,
-            callbacks=[KeepBest(), self.stop],
+            callbacks=[KeepBest(), self.stop, *([StepTimeline(self.folder.path)] if torch.cuda.is_available() else [])],
         )
         for watcher in (ProgressBar(self.console, self.step_log), self.divergence):  # after the step is recorded
             trainer.add_callback(watcher)

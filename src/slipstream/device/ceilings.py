@@ -11,6 +11,7 @@ are kept under the device's name, driver, torch version and dtype; another of th
     sync        host seconds of asking an idle device for a number
 """
 
+import contextlib
 import json
 import os
 import time
@@ -175,9 +176,8 @@ def _read(place: Path) -> Ceilings | None:
 
 def _keep(place: Path, measured: Ceilings) -> None:
     scratch = place.with_suffix(f".{os.getpid()}")
-    try:
+    # a full or read-only disk: measuring again costs seconds, failing would cost the run
+    with contextlib.suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_text(json.dumps(asdict(measured)), encoding="utf-8")
         scratch.replace(place)
-    except OSError:  # a full or read-only disk: measuring again costs seconds, failing costs the run
-        scratch.unlink(missing_ok=True)
