@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_html import Page, report_of, run_record, step
 
+from report.test_html import Page, report_of, run_record, step
 from slipstream.report.html import write_report
 
 PLAN = {
