@@ -14,7 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from slipstream.cost.offload import Split
 from slipstream.memory.checkpointing import set_checkpointing
+from slipstream.model.half_adapters import HalfAdapters
+from slipstream.model.head import Head
 from slipstream.model.lora import AdapterOptions, add_adapter
 from slipstream.train.loss import summed_cross_entropy
 
@@ -59,16 +62,18 @@ def simulated_peak(
         made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype, attn_implementation="sdpa")
     model = made if full else add_adapter(made, AdapterOptions(), seed=0)
     model.train()
-    set_checkpointing(made, "recompute" if recompute else "keep", recompute)
+    layers = made.config.num_hidden_layers
+    set_checkpointing(made, Split(0, layers, 0) if recompute else Split(layers, 0, 0), decide=print)
     with FakeTensorMode(), Peak() as counted:
         _fill(model)
+        HalfAdapters.attach(made, torch.bfloat16 if autocast else dtype)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=True)
         for _ in range(2):
             counted.peak = counted.now
             ids = torch.zeros(1, tokens, dtype=torch.int64)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 hidden = made.get_decoder()(input_ids=ids, use_cache=False)[0]
-                loss = summed_cross_entropy(hidden, ids, made.get_output_embeddings())
+                loss = summed_cross_entropy(hidden, ids, Head(made.get_output_embeddings()))
             del hidden
             loss.backward()
             peak = counted.peak

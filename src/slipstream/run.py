@@ -35,6 +35,7 @@ from slipstream.errors import InputError
 from slipstream.model.load import check_context, load_tokenizer
 from slipstream.model.lora import trainable_summary
 from slipstream.plan.facts import this_machine
+from slipstream.plan.prediction import Taken
 from slipstream.plan.record import plan_line, run_plan
 from slipstream.prepare import Rows, build_model, data_record, planned_steps, prepare_rows, quiet_libraries
 from slipstream.recipe import Recipe
@@ -48,7 +49,7 @@ from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, re
 from slipstream.train.run_folder import discard, full_disk_told, publish, staging_for
 from slipstream.train.timeline import StepTimeline
 from slipstream.train.trainer import Trainer
-from slipstream.transform import Options, apply, decisions, restore, tell_later_decisions
+from slipstream.transform import Options, applied, apply, decisions, restore, tell_later_decisions
 from slipstream.versions import SLIPSTREAM, library_versions
 
 FREE_TO_CHANGE = {"output", "train.steps", "train.epochs", "train.eval_every", "train.save_every", "train.keep"}
@@ -122,7 +123,9 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console) -> tuple["_Tr
     for decision in decided:
         console.print(f"  {decision}")
     sets = (train_rows.tokenised, None if eval_rows is None else eval_rows.tokenised)
-    predicted = run_plan(recipe, target, sets, decided)
+    hung = applied(model)
+    taken = Taken() if hung is None else Taken(hung.attention, hung.split)
+    predicted = run_plan(recipe, target, sets, taken)
     console.print(f"  {plan_line(predicted)}")
     record = {**describe_run(recipe, model, device, train_rows, eval_rows, decided), "plan": predicted}
     return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record), autocast

@@ -1,7 +1,8 @@
 """Step times beside what was measured on an H200, and what each choice must change.
 
-The measured figures are whole forward and backward passes over documents of 256 tokens, adapters on all linear layers,
-on the card whose ceilings ``configs.H200`` has; only constants under "fitted" were chosen by them.
+The measured figures are whole forward and backward passes over documents of 256 tokens, peft's adapters on all linear
+layers and a loss that computes its logits twice (``AS_MEASURED``), on the card whose ceilings ``configs.H200`` has;
+only constants under "fitted" were chosen by them.
 """
 
 from dataclasses import replace
@@ -13,6 +14,7 @@ from cost.configs import GPT_OSS_20B, H200, LLAMA_1B, QWEN3_06B, QWEN3_8B, QWEN3
 from slipstream.cost.metadata import METADATA_SECONDS, build_seconds, cached_seconds, dynamic_queries, uncached_seconds
 from slipstream.cost.step import boundary_seconds, exposed_seconds, layer_backward_seconds, reload_seconds, step_times
 
+AS_MEASURED: dict[str, Any] = {"half_adapters": False, "early_gradient": False}
 MEASURED = [
     ("Qwen3-0.6B", QWEN3_06B, 4096, {}, 58e-3),
     ("Qwen3-8B", QWEN3_8B, 8192, {"activations": "recompute"}, 756e-3),
@@ -23,14 +25,14 @@ MEASURED = [
 
 @pytest.mark.parametrize(("name", "values", "tokens", "more", "seconds"), MEASURED, ids=[row[0] for row in MEASURED])
 def test_captured_steps(name: str, values: Any, tokens: int, more: Any, seconds: float) -> None:
-    predicted = step_times(job(values, tokens, mode="captured", **more), H200)
+    predicted = step_times(job(values, tokens, mode="captured", **AS_MEASURED, **more), H200)
     assert predicted.total == pytest.approx(seconds, rel=0.2)
     assert predicted.total > predicted.floor
 
 
 def test_an_eager_step_of_a_small_model_waits_for_launches() -> None:
     """Measured whole steps of the trainer: 241 to 287 ms (benchmarks/results/train_step_qwen3-0.6b.json)."""
-    predicted = step_times(job(QWEN3_06B, 4096), H200)
+    predicted = step_times(job(QWEN3_06B, 4096, **AS_MEASURED), H200)
     assert predicted.host == predicted.total > predicted.device
     assert predicted.total == pytest.approx(0.245, rel=0.2)
 
@@ -52,7 +54,7 @@ def test_accumulation_repeats_all_but_the_update() -> None:
 
 def test_trained_weights_cost_a_third_more_products_and_an_update() -> None:
     adapters, full = step_times(job(LLAMA_1B, 1024), H200), step_times(job(LLAMA_1B, 1024, full=True), H200)
-    assert adapters.matmul < full.matmul < 1.6 * adapters.matmul
+    assert adapters.matmul < full.matmul < 1.7 * adapters.matmul
     assert full.optimizer > 50 * adapters.optimizer
 
 
@@ -61,13 +63,13 @@ def test_reloads_hide_under_the_backward_where_it_is_longer() -> None:
     copy, backward = reload_seconds(offload, H200), layer_backward_seconds(offload, H200)
     assert copy == pytest.approx(8192 * 4096 * 2 / 55.2e9)
     assert copy < backward
-    assert exposed_seconds(offload, H200) == pytest.approx(copy)  # all but the first
+    assert exposed_seconds(offload, H200) == pytest.approx(copy)  # the first; the last layer is not offloaded
     single = job(QWEN3_8B, 8192, activations="offload", buffers=1)
-    assert exposed_seconds(single, H200) == pytest.approx(36 * copy)
+    assert exposed_seconds(single, H200) == pytest.approx(35 * copy)
     slow = replace(H200, to_device=1e9)
     late = reload_seconds(offload, slow) - layer_backward_seconds(offload, slow)
     assert late > 0
-    assert exposed_seconds(offload, slow) == pytest.approx(reload_seconds(offload, slow) + 35 * late)
+    assert exposed_seconds(offload, slow) == pytest.approx(reload_seconds(offload, slow) + 34 * late)
     assert exposed_seconds(job(QWEN3_8B, 8192), H200) == 0
 
 

@@ -25,7 +25,7 @@ class Flops:
     """The decoder's dense linear layers."""
     experts: float
     head: float
-    """The output head, which the chunked loss multiplies once more in the backward."""
+    """The output head; one that is trained is multiplied once more by the chunked loss, and for its own gradient."""
     attention: float
     adapters: float
 
@@ -44,7 +44,7 @@ def flops(job: Job) -> Flops:
     """The operations of one batch of ``job``, by part."""
     shape, tokens = job.shape, job.tokens
     passes = job.passes + (2 if job.full else 1)
-    head = (3 if job.chunked_loss else 2) + job.full
+    head = (2 if job.head_once or not job.chunked_loss else 3) + job.full
     return Flops(
         dense=2.0 * shape.dense * tokens * passes,
         experts=2.0 * shape.active_experts * tokens * passes,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.cost.offload import Split
 from slipstream.cost.shape import ModelShape
 
 BYTES: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -45,6 +46,8 @@ class Job:
     """Dtype that layers compute in."""
     activations: str = "keep"
     """``keep``, ``recompute`` or ``offload``."""
+    split: Split | None = None
+    """Layers by what becomes of their activations; None: all of them as ``activations`` says."""
     buffers: int = 2
     """Device buffers for reloading, with ``offload``."""
     mode: str = "eager"
@@ -57,6 +60,10 @@ class Job:
     accumulate: int = 1
     chunked_loss: bool = True
     """Whether logits are made a chunk of tokens at a time."""
+    early_gradient: bool = True
+    """Whether the gradient by a frozen head's logits is made in the forward, not by computing them again."""
+    half_adapters: bool = True
+    """Whether float32 adapters are cast once and summed in their product (``model/half_adapters.py``), not by peft."""
 
     @property
     def trained(self) -> int:
@@ -75,9 +82,21 @@ class Job:
         return self.rank * (dense + routed)
 
     @property
-    def passes(self) -> int:
-        """Forward passes of the layers in one step: one, and one more where activations aren't kept."""
-        return 1 if self.activations == "keep" else 2
+    def layers(self) -> Split:
+        """How many layers are kept, recomputed and offloaded."""
+        depth = self.shape.depth
+        uniform = {"keep": Split(depth, 0, 0), "recompute": Split(0, depth, 0), "offload": Split(0, 1, depth - 1)}
+        return uniform[self.activations] if self.split is None else self.split
+
+    @property
+    def passes(self) -> float:
+        """Forward passes of a layer in one step, on average: one, and one more where activations aren't kept."""
+        return 2 - self.layers.kept / self.shape.depth
+
+    @property
+    def head_once(self) -> bool:
+        """Whether the loss makes its gradient right behind the logits, which a trained head does not allow."""
+        return self.chunked_loss and self.early_gradient and not self.full and self.saved < self.shape.head
 
     @property
     def itemsize(self) -> float:

@@ -57,7 +57,7 @@ class Memory:
 
 def memory(job: Job) -> Memory:
     """The memory of one step of ``job``, by part, at the moment of its peak."""
-    moments = [_parts(job, moment) for moment in ("loss", "backward", "end")]
+    moments = [_parts(job, moment) for moment in ("loss", "backward", "recompute", "end")]
     peak = max(moments, key=lambda parts: sum(part.bytes for part in parts))
     return Memory(tuple(part for part in peak if part.bytes), tuple(part for part in host_parts(job) if part.bytes))
 
@@ -70,30 +70,43 @@ def room(device: Device, free: float | None = None) -> float:
 
 
 def _parts(job: Job, moment: str) -> list[Part]:
-    """The parts while the loss is computed, in the last layer's backward, or at the end, in the first layer's."""
-    tokens, end = job.tokens, moment == "end"
-    gradients = end or job.accumulate > 1
-    layer = max(job.shape.layers, key=lambda one: layer_bytes(job, one))
-    working = loss_workspace(job)
-    if moment != "loss":
-        working = tokens * (backward_bytes(job, layer) + (layer_bytes(job, layer) if job.passes > 1 else 0.0))
-    if (
-        end and job.full and job.shape.tied
-    ):  # the embedding's gradient comes last, beside the head's of the same weights
-        working = max(working, BYTES[job.weights] * job.shape.head)
+    """The parts while the loss is computed, in the last layer's backward, in that of the last layer that is recomputed,
+    or at the end, in the first layer's.
+    """
+    end = moment == "end"
     return [
         Part("weights", weight_bytes(job), _weights_words(job)),
         Part("adapters", 0 if job.full else 4.0 * job.trained, f"{job.trained:,} float32 masters"),
-        Part("gradients", gradient_bytes(job) if gradients else 0.0, f"of {job.trained:,} parameters"),
+        Part("gradients", _gradients(job, end=end), f"of {job.trained:,} parameters"),
         Part("optimizer", state_bytes(job), job.optimizer + (", float32 masters" if _has_masters(job) else "")),
         Part("casts", cast_bytes(job, ended=end), f"trained weights in {job.compute}"),
-        Part("activations", _last_kept(job, layer) if end else kept_bytes(job), _kept_words(job)),
+        Part("activations", kept_bytes(job, moment), _kept_words(job)),
         Part("reload buffers", reload_bytes(job), f"{job.buffers} of a layer's input"),
         Part("attention mask", _mask_bytes(job), "dense, T²"),
-        Part("loss" if moment == "loss" else "backward", working, _working_words(job, moment)),
-        Part("batch", tokens * 36.0, "token ids, labels, positions, segments"),
+        Part("loss" if moment == "loss" else "backward", _working(job, moment), _working_words(job, moment)),
+        Part("batch", job.tokens * 36.0, "token ids, labels, positions, segments"),
         Part("libraries", LIBRARIES, "matrix product workspaces"),
     ]
+
+
+def _gradients(job: Job, *, end: bool) -> float:
+    """All gradients at the end, and before if batches accumulate; a captured step has a buffer for each all the time,
+    and the graph's own besides at the end.
+    """
+    present = (end or job.accumulate > 1) + (job.mode == "captured")
+    return present * gradient_bytes(job)
+
+
+def _working(job: Job, moment: str) -> float:
+    """What is computed with at this moment."""
+    if moment == "loss":
+        return loss_workspace(job)
+    layer = max(job.shape.layers, key=lambda one: layer_bytes(job, one))
+    again = moment == "recompute" or (moment == "end" and job.layers.kept < job.layers.layers)
+    working = job.tokens * (backward_bytes(job, layer) + (layer_bytes(job, layer) if again else 0.0))
+    if moment == "end" and job.full and job.shape.tied:  # the embedding's gradient comes last, beside the head's
+        working = max(working, (BYTES[job.weights] + job.itemsize) * job.shape.head)
+    return working
 
 
 def _weights_words(job: Job) -> str:
@@ -103,13 +116,14 @@ def _weights_words(job: Job) -> str:
 
 
 def _kept_words(job: Job) -> str:
-    words = {"keep": "kept by every layer", "recompute": "each layer's input", "offload": "one layer's input"}
-    return words[job.activations]
+    counts = job.layers
+    named = {"kept": counts.kept, "recomputed": counts.recomputed, "offloaded": counts.offloaded}
+    return ", ".join(f"{count} layers {name}" for name, count in named.items() if count)
 
 
 def _working_words(job: Job, moment: str) -> str:
     if moment != "loss":
-        return "one layer's gradients" + ("" if job.passes == 1 else " and recomputed activations")
+        return "one layer's gradients" + (" and recomputed activations" if moment == "recompute" else "")
     return f"logits of {min(job.tokens, LOSS_CHUNK):,} tokens" if job.chunked_loss else "logits of all tokens"
 
 
@@ -152,22 +166,20 @@ def cast_bytes(job: Job, *, ended: bool) -> float:
     return job.itemsize * job.trained
 
 
-def kept_bytes(job: Job) -> float:
-    """Activations on the device when the forward has ended.
+def kept_bytes(job: Job, moment: str = "loss") -> float:
+    """Activations on the device: all that kept layers saved, and the input of each that is recomputed.
 
-    ``keep``: all that every layer saved. ``recompute``: each layer's input, and one layer computed again.
-    ``offload``: that layer alone, the inputs waiting in host memory.
+    Kept layers come last in the model, so theirs are gone when the first of the others is recomputed; at the end only
+    the first layer's are left. Offloaded inputs wait in host memory.
     """
-    shape = job.shape
-    if job.activations == "keep":
-        return job.tokens * sum(layer_bytes(job, layer) for layer in shape.layers)
-    inputs = 0.0 if job.activations == "offload" else shape.depth * input_bytes(job)
-    return inputs + job.tokens * shape.hidden * stream_bytes(job)
-
-
-def _last_kept(job: Job, layer: Layer) -> float:
-    """What is left of them in the first layer's backward: its own, or where it is computed again, its input."""
-    return layer_bytes(job, layer) * job.tokens if job.passes == 1 else input_bytes(job)
+    counts, layers = job.layers, job.shape.layers
+    if moment == "end":
+        return job.tokens * layer_bytes(job, layers[0]) if counts.kept == counts.layers else input_bytes(job)
+    inputs = counts.recomputed * input_bytes(job)
+    if moment == "recompute":
+        return inputs if counts.kept < counts.layers else 0.0
+    kept = layers[len(layers) - counts.kept :]
+    return inputs + job.tokens * sum(layer_bytes(job, layer) for layer in kept)
 
 
 def input_bytes(job: Job) -> float:
@@ -182,25 +194,31 @@ def stream_bytes(job: Job) -> float:
 
 def reload_bytes(job: Job) -> float:
     """Device buffers into which offloaded inputs are reloaded."""
-    return job.buffers * input_bytes(job) if job.activations == "offload" else 0.0
+    return job.buffers * input_bytes(job) if job.layers.offloaded else 0.0
 
 
 def host_parts(job: Job) -> list[Part]:
-    """Host memory that a step needs: offloaded inputs, all but the last layer's, in pinned memory of exact size."""
-    offloaded = (job.shape.depth - 1) * input_bytes(job) if job.activations == "offload" else 0.0
-    return [Part("offloaded activations", offloaded, "pinned, each layer's input")]
+    """Host memory that a step needs: the inputs of offloaded layers, in pinned memory of exact size."""
+    return [Part("offloaded activations", job.layers.offloaded * input_bytes(job), "pinned, each layer's input")]
 
 
 def loss_workspace(job: Job) -> float:
-    """Three float32 tensors of a chunk's logits, in the backward: log-softmax, its gradient and that of the logits;
-    and for all tokens the gradient of what the head reads. Without chunks, all tokens' logits and their gradient too;
-    where the head is trained, its gradient in the compute dtype, and from the second chunk on the sum as well.
+    """What the loss holds at most, beside the activations (``train/loss.py``).
+
+    For each logit of a chunk: with a frozen head the half-precision product, its float32 copy, the exponentials and
+    what is put together from them, fused to the product and its gradient in compiled steps; with one that is trained
+    three float32 tensors in the backward (log-softmax, its gradient, that of the logits), the head's gradient and its
+    sum. For all tokens the gradient of what the head reads; without chunks all logits and their gradient too.
     """
     whole = 0.0 if job.chunked_loss else 2 * job.itemsize * job.tokens
     features = 2 * job.itemsize * job.tokens * job.shape.hidden
+    each = 12.0
+    if job.head_once:
+        product = 0.0 if job.compute == "float32" else job.itemsize  # in float32 no copy is made of it
+        each = product + (4.0 if job.fused else 17.0)
     summed = BYTES[job.weights] if job.tokens > LOSS_CHUNK else 0.0
     head = (job.itemsize + summed) * job.shape.head if job.full else 0.0
-    return job.shape.vocabulary * (12.0 * min(job.tokens, LOSS_CHUNK) + whole) + features + head
+    return job.shape.vocabulary * (each * min(job.tokens, LOSS_CHUNK) + whole) + features + head
 
 
 def _mask_bytes(job: Job) -> float:
@@ -233,13 +251,17 @@ def _norms_saved(job: Job) -> float:
 
 
 def _adapters_saved(job: Job, layer: Layer) -> float:
-    """Inputs of linear layers. A frozen one keeps none, its adapter keeps one of its own, cast for it alone; in float32
-    nothing is cast, and layers that read the same keep it once.
+    """Inputs of linear layers: a frozen one keeps none, its adapter does, and layers that read the same keep it once;
+    what the output projection reads is the attention's own. Where something is cast for each layer alone (float32
+    weights under autocast, peft's own adapters), each keeps its own copy.
     """
     matrices = layer.matrices if job.full else tuple(m for m in layer.matrices if m.name != "router" and job.adapted)
-    if job.compute == "float32":
-        return 4.0 * sum({_source(m.name): m.inputs for m in matrices}.values())
-    return job.itemsize * sum(m.inputs + (0 if job.full else job.rank) for m in matrices)
+    low = 0 if job.full else job.rank * len(matrices)
+    cast_each = job.compute != "float32" and (job.weights == "float32" if job.full else not job.half_adapters)
+    if cast_each:
+        return job.itemsize * (sum(m.inputs for m in matrices if not (job.full and m.name == "o_proj")) + low)
+    read = {_source(m.name): m.inputs for m in matrices if m.name != "o_proj"}
+    return job.itemsize * (sum(read.values()) + low)
 
 
 def _source(name: str) -> str:

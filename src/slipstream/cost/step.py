@@ -20,6 +20,7 @@ from slipstream.cost.flops import ATTENTION_BACKWARD, attention_forward, flops
 from slipstream.cost.job import Job
 from slipstream.cost.memory import input_bytes, optimizer_bytes
 from slipstream.cost.metadata import build_seconds, dynamic_queries
+from slipstream.cost.offload import double_buffer_seconds, single_buffer_seconds
 from slipstream.cost.shape import Layer
 
 # Fitted
@@ -37,9 +38,9 @@ KERNEL = 3e-6
 CPU_KERNEL = 2e-6
 UNPACK_SHARE = 0.5
 """Bandwidth of NF4 unpacking over the copy rate: three passes were 7% of a compiled step of Qwen3-14B."""
-LOSS_BYTES = 50
-"""Bytes that the chunked cross-entropy moves for each logit, forward, recompute and backward together: half-precision
-logits written and read, their float32 copy, log-softmax and its gradient, each written and read."""
+LOSS_BYTES, FROZEN_LOSS_BYTES, FUSED_LOSS_BYTES = 50, 60, 12
+"""Bytes that the chunked cross-entropy moves for each logit: forward, recompute and backward with a head that is
+trained; the loss and its gradient in one go with a frozen one; the same in compiled kernels."""
 STEP_LAUNCHES = 700
 """Launches of an optimizer step beyond the layers': clipping, update, scalars, the loader's copies, and the trainer's
 own work on the host expressed in launches."""
@@ -93,7 +94,7 @@ def step_times(job: Job, rates: Ceilings, *, cpu: bool = False) -> Times:
         adapters=batches * work.adapters / products,
         attention=batches * attention_seconds(job, rates, cpu=cpu),
         elementwise=batches * elementwise_bytes(job) / rates.copy,
-        loss=batches * LOSS_BYTES * job.itemsize / 2 * job.tokens * job.shape.vocabulary / rates.copy,
+        loss=batches * _loss_bytes(job) * job.tokens * job.shape.vocabulary / rates.copy,
         unpack=batches * unpack_bytes(job) / (rates.copy * UNPACK_SHARE),
         optimizer=update_bytes(job) / rates.copy,
         kernels=(launches + STEP_LAUNCHES / 4) * (CPU_KERNEL if cpu else KERNEL),
@@ -102,6 +103,12 @@ def step_times(job: Job, rates: Ceilings, *, cpu: bool = False) -> Times:
         waits=batches * _queries(job) * rates.sync,
         floor=batches * work.floor / rates.matmul,
     )
+
+
+def _loss_bytes(job: Job) -> float:
+    if not job.head_once:
+        return LOSS_BYTES
+    return FUSED_LOSS_BYTES if job.fused else FROZEN_LOSS_BYTES
 
 
 def _expert_seconds(job: Job, operations: float, rates: Ceilings) -> float:
@@ -128,26 +135,28 @@ def elementwise_bytes(job: Job) -> float:
 
 def _eager_bytes(job: Job, layer: Layer) -> float:
     """One forward without fusing, each kernel reading and writing memory: a norm 36 (it is upcast), rotary positions
-    20, a residual 6, the gated activation 10; an adapter reads its input, casts it to float32 and back where layers
-    compute in half precision (12), and scales and adds its output (10).
+    20, a residual 6, the gated activation 10; an adapter reads its input (2) and adds itself to the output (4); peft's
+    own casts its input to float32 and back where layers compute in half precision (12), and scales and adds (10).
     """
     shape, inner = job.shape, _mlp_width(layer)
     norms = 36 * (shape.norms * shape.hidden + (shape.query + shape.key if shape.head_norms else 0))
     rotary = 20 * (shape.query + shape.key)
-    casts = 2 + (12 if job.compute != "float32" else 0)
+    own = job.compute == "float32" or not job.half_adapters
+    casts = 2 + (12 if own and job.compute != "float32" else 0)
     inputs, outputs = _adapted_widths(job)
-    routed = _routed_width(layer)
-    return norms + rotary + 12 * shape.hidden + 10 * inner + casts * inputs + 10 * outputs + routed
+    adapters = casts * inputs + (10 if own else 4) * outputs
+    return norms + rotary + 12 * shape.hidden + 10 * inner + adapters + _routed_width(layer)
 
 
 def _fused_bytes(job: Job, layer: Layer) -> float:
     """One forward of a compiled layer: norms and residuals once through memory (8 each), rotary and head norms
-    together (4), the gated activation (6); an adapter's input (2) and output with its sum (8).
+    together (4), the gated activation (6); an adapter's input (2) and its sum (4, of peft's own 8).
     """
     shape, inner = job.shape, _mlp_width(layer)
     inputs, outputs = _adapted_widths(job)
     stream = 8 * shape.norms * shape.hidden
-    return stream + 4 * (shape.query + shape.key) + 6 * inner + 2 * inputs + 8 * outputs + _routed_width(layer)
+    added = (4 if job.half_adapters else 8) * outputs
+    return stream + 4 * (shape.query + shape.key) + 6 * inner + 2 * inputs + added + _routed_width(layer)
 
 
 def _mlp_width(layer: Layer) -> int:
@@ -177,17 +186,13 @@ def update_bytes(job: Job) -> float:
 
 
 def exposed_seconds(job: Job, rates: Ceilings, *, cpu: bool = False) -> float:
-    """Reload time that no backward hides, with one buffer L·c, with more c + (L − 1)·max(0, c − g).
-
-    c one reload, g one layer's backward. Source: T_single = L·(c + g) and T_double = c + (L − 1)·max(c, g) + g of the
-    engineering post of May 2026 by Unsloth with NVIDIA, less the L·g that is computing.
-    """
-    if job.activations != "offload" or not rates.to_device:
+    """Reload time of offloaded layers that no backward hides: what the schedule takes, less the computing in it."""
+    layers = job.layers.offloaded
+    if not layers or not rates.to_device:
         return 0.0
-    copy, layers = reload_seconds(job, rates), job.shape.depth
-    if job.buffers < 2:
-        return layers * copy
-    return copy + (layers - 1) * max(0.0, copy - layer_backward_seconds(job, rates, cpu=cpu))
+    copy, backward = reload_seconds(job, rates), layer_backward_seconds(job, rates, cpu=cpu)
+    schedule = single_buffer_seconds if job.buffers < 2 else double_buffer_seconds
+    return schedule(layers, copy, backward) - layers * backward
 
 
 def reload_seconds(job: Job, rates: Ceilings) -> float:
@@ -197,9 +202,9 @@ def reload_seconds(job: Job, rates: Ceilings) -> float:
 
 def layer_backward_seconds(job: Job, rates: Ceilings, *, cpu: bool = False) -> float:
     """g: one layer's backward with its recompute, on average."""
-    kept = replace(job, activations="recompute", accumulate=1)
+    kept = replace(job, activations="recompute", split=None, accumulate=1)
     times = step_times(kept, rates, cpu=cpu)
-    layers = times.matmul - 2.0 * job.shape.head * job.tokens * 3 / (rates.matmul * PRODUCTS_SHARE)
+    layers = times.matmul - flops(kept).head / (rates.matmul * PRODUCTS_SHARE)
     share = 2 / 3  # of the three passes, recompute and backward
     return share * (layers + times.adapters + times.attention + times.elementwise + times.unpack) / job.shape.depth
 
@@ -210,8 +215,8 @@ def layer_launches(job: Job) -> float:
 
 
 def _launches(job: Job, layer: Layer) -> float:
-    """Kernels of one layer's forward: six a norm, ten for rotary positions, one a matrix; an adapter's two products,
-    scale and sum, and its casts under autocast; routing and grouped products some thirty, a loop ten an expert.
+    """Kernels of one layer's forward: six a norm, ten for rotary positions, one a matrix, two an adapter (peft's own
+    scales, adds and under autocast casts besides); routing and grouped products some thirty, a loop ten an expert.
     """
     shape = job.shape
     matrices, adapters = len(layer.matrices), len(job.adapted) / shape.depth
@@ -219,8 +224,9 @@ def _launches(job: Job, layer: Layer) -> float:
     if job.fused:
         return matrices + 2 * adapters + 7 + experts / 2
     norms = 6 * (shape.norms + (2 if shape.head_norms else 0))
-    casts = 4 if job.compute != "float32" else 0
-    return norms + 10 + matrices + (4 + casts) * adapters + 7 + experts
+    own = job.compute == "float32" or not job.half_adapters
+    each = (8 if job.compute != "float32" else 4) if own else 2
+    return norms + 10 + matrices + each * adapters + 7 + experts
 
 
 def _queries(job: Job) -> int:
@@ -228,11 +234,11 @@ def _queries(job: Job) -> int:
     experts = [layer.experts.count for layer in job.shape.layers if layer.experts]
     if not experts or job.experts == "grouped":
         return 0
-    return dynamic_queries(max(experts), len(experts), job.passes, sorted_once=False)
+    return dynamic_queries(max(experts), len(experts), round(job.passes), sorted_once=False)
 
 
 def boundary_seconds(job: Job, rates: Ceilings) -> float:
     """What building boundaries in every layer would add to a step: (L − 1)·s, and L·s more with recompute."""
     each = build_seconds(job.tokens, job.attention, rates.copy)
-    builds = job.passes * job.shape.depth - 1
+    builds = job.passes * job.shape.depth - 1  # a layer that is recomputed builds twice
     return job.accumulate * builds * each

@@ -8,6 +8,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,29 @@ import torch
 
 from slipstream.cost.hardware import Device, compute_dtype
 from slipstream.cost.job import Job
-from slipstream.cost.memory import Memory, memory, room
+from slipstream.cost.memory import (
+    CONTEXT,
+    Memory,
+    gradient_bytes,
+    memory,
+    room,
+    state_bytes,
+    stream_bytes,
+    weight_bytes,
+)
+from slipstream.cost.offload import Split
 from slipstream.cost.step import Times, boundary_seconds, step_times
 from slipstream.data.packing import PackingReport, pack
 from slipstream.decision import Decision
-from slipstream.memory.policy import MARGIN
+from slipstream.memory.offload import buffer_count
+from slipstream.memory.policy import Situation, choose_activations
 from slipstream.model.attention import Needs, choose_attention
+from slipstream.model.experts_choice import choose_experts
 from slipstream.model.load import check_context
 from slipstream.plan.facts import Facts, Lengths, Target
 from slipstream.prepare import planned_steps, trained_in_place
 from slipstream.recipe import Recipe
+from slipstream.step.choice import Circumstances, choose_mode, compiler_obstacle
 from slipstream.transform import packing_decision
 
 
@@ -83,21 +97,26 @@ class Prediction:
 
 def choices(job: Job) -> dict[str, Any]:
     """The choices of a job that a recipe or an ``auto`` made."""
-    names = ("tokens", "activations", "attention", "mode", "weights", "nf4", "compute", "optimizer", "rank", "full")
-    return {name: getattr(job, name) for name in names}
+    names = ("tokens", "attention", "experts", "mode", "weights", "nf4", "compute", "optimizer", "rank", "full")
+    return {"activations": asdict(job.layers), **{name: getattr(job, name) for name in names}}
 
 
 def _parts(parts: Sequence[Any]) -> list[dict[str, Any]]:
     return [{"name": part.name, "bytes": round(part.bytes), "what": part.what} for part in parts]
 
 
-def predict(recipe: Recipe, found: Facts, target: Target, *, taken: dict[str, str] | None = None) -> Prediction:
-    """Everything about a recipe on a device.
+@dataclass(frozen=True)
+class Taken:
+    """Choices that training has made already; None where it has not."""
 
-    ``taken``: the choices of ``activations``, ``attention`` and ``mode`` where training itself has made them.
-    """
+    attention: str | None = None
+    split: Split | None = None
+
+
+def predict(recipe: Recipe, found: Facts, target: Target, taken: Taken | None = None) -> Prediction:
+    """Everything about a recipe on a device. ``taken``: what training itself has decided, where it has."""
     report, lengths = packing_of(recipe, found.lengths)
-    job, decided = job_of(recipe, found, target, report, lengths, taken or {})
+    job, decided = job_of(recipe, found, target, report, lengths, taken or Taken())
     used = memory(job)
     times = step_times(_average(recipe, job, report), target.rates, cpu=target.device.kind == "cpu")
     steps = planned_steps(recipe, report.rows)
@@ -130,12 +149,12 @@ def packing_of(recipe: Recipe, lengths: Lengths) -> tuple[PackingReport, Lengths
 
 
 def job_of(
-    recipe: Recipe, found: Facts, target: Target, report: PackingReport, lengths: Lengths, taken: dict[str, str]
+    recipe: Recipe, found: Facts, target: Target, report: PackingReport, lengths: Lengths, taken: Taken
 ) -> tuple[Job, tuple[Decision, ...]]:
     """The job, with every choice made as training will make it, and the decisions."""
-    attention, attending = _attention(recipe, found, target.device)
-    mode, stepping = _mode(recipe)
     full = recipe.adapter.kind == "none"
+    attention, attending = _attention(recipe, found, target.device)
+    experts, routing = _experts(found, target.device)
     tokens = recipe.packing.tokens * recipe.packing.rows if recipe.packing.enabled else _widest(recipe, lengths)
     job = Job(
         shape=found.shape,
@@ -150,14 +169,16 @@ def job_of(
         weights=_weights(recipe, target.device),
         nf4=str(recipe.load.quantize) == "nf4",
         compute=compute_dtype(target.device),
-        attention=taken.get("attention", attention),
-        mode=taken.get("mode", mode),
+        attention=taken.attention or attention or "varlen",
+        experts=experts,
         optimizer=recipe.train.optimizer,
         accumulate=recipe.train.accumulate,
     )
-    activations, kept = _activations(str(recipe.memory.activations), job, target)
-    job = replace(job, activations=taken.get("activations", activations))
-    return job, tuple(_decisions(recipe, found, target, [attending, kept, stepping]))
+    mode, stepping = _mode(recipe, found, target, job, attention)
+    job = replace(job, mode=mode)
+    split, kept = _activations(recipe, found, job, target)
+    job = replace(job, split=taken.split or split, buffers=buffer_count(recipe.memory.buffers))
+    return job, tuple(_decisions(recipe, found, target, [attending, *kept, stepping, *routing]))
 
 
 def _widest(recipe: Recipe, lengths: Lengths) -> int:
@@ -178,34 +199,56 @@ def _weights(recipe: Recipe, device: Device) -> str:
     return "float32" if trained_in_place(recipe) else compute_dtype(device)
 
 
-def _attention(recipe: Recipe, found: Facts, device: Device) -> tuple[str, Decision]:
+def _attention(recipe: Recipe, found: Facts, device: Device) -> tuple[str | None, Decision]:
     if not recipe.packing.enabled:
-        return "varlen", Decision("attention", False, "the model's own: packing.enabled is false")
+        return None, Decision("attention", False, "the model's own: packing.enabled is false")
+    return choose_attention("auto", Needs.of(found.model), device, _dtype(device))
+
+
+def _dtype(device: Device) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, compute_dtype(device))
-    return choose_attention("auto", Needs.of(found.model), device, dtype)
+    return dtype
 
 
-def _mode(recipe: Recipe) -> tuple[str, Decision]:
-    mode = "eager" if recipe.train.mode == "auto" else str(recipe.train.mode)
-    reason = "train.mode: auto takes it" if recipe.train.mode == "auto" else f"asked for: train.mode {mode}"
-    return mode, Decision("captured step", mode == "captured", f"{mode}: {reason}")
+def _experts(found: Facts, device: Device) -> tuple[str, list[Decision]]:
+    """How experts are computed, and the decision; none for a dense model."""
+    if not found.shape.routed:
+        return "grouped", []
+    choice, decision = choose_experts("auto", found.model, device, _dtype(device))
+    return choice or "loop", [decision]
 
 
-def _activations(asked: str, job: Job, target: Target) -> tuple[str, Decision]:
-    """Kept where they fit the margin of what weights and optimizer leave free, else recomputed."""
-    if asked != "auto":
-        return asked, Decision("recompute", asked != "keep", f"asked for: activations {asked}")
-    used = memory(replace(job, activations="keep"))
-    moving = {"activations", "loss", "backward", "attention mask"}
-    needed = sum(part.bytes for part in used.device if part.name in moving)
-    free = room(target.device, target.free) - (used.device_bytes - needed)
-    recompute = needed > MARGIN * free
-    left = (
-        f"{MARGIN:.0%} of the {free / 2**30:.1f} GiB that weights leave" if free > 0 else "what weights leave: nothing"
+def _mode(recipe: Recipe, found: Facts, target: Target, job: Job, attention: str | None) -> tuple[str, Decision]:
+    """How steps run; a compiler is looked for on this machine, and taken for granted on another."""
+    about = Circumstances(
+        device=target.device,
+        packed=recipe.packing.enabled,
+        attention=attention,
+        host_experts=bool(found.shape.routed) and job.experts == "loop",
+        whole=job.full,
+        compiler=compiler_obstacle(target.device) if target.here else None,
     )
-    verb = "do not fit" if recompute else "fit"
-    reason = f"activations and loss of {job.tokens:,} tokens take {needed / 2**30:.1f} GiB and {verb} {left}"
-    return "recompute" if recompute else "keep", Decision("recompute", recompute, reason)
+    return choose_mode(recipe.train.mode, about)
+
+
+def _activations(recipe: Recipe, found: Facts, job: Job, target: Target) -> tuple[Split | None, tuple[Decision, ...]]:
+    """What training's own policy decides, given what weights will leave free of the device."""
+    free = target.device.memory_bytes - CONTEXT if target.free is None else target.free
+    options = recipe.memory
+    limit = target.host if options.host_limit is None else options.host_limit * 2**30
+    now = Situation(
+        config=found.model.config.get_text_config(),
+        device=target.device,
+        layers=job.shape.depth,
+        tokens=job.tokens,
+        itemsize=int(stream_bytes(job)),
+        pending_bytes=round(gradient_bytes(job) + state_bytes(job)),
+        buffers=options.buffers,
+        host_bytes=2**62 if limit is None else round(limit),
+        free_bytes=max(0, round(free - weight_bytes(job) - (0 if job.full else 4 * job.trained))),
+    )
+    chosen = choose_activations(options.activations, now)
+    return chosen.split, chosen.decisions
 
 
 def _decisions(recipe: Recipe, found: Facts, target: Target, made: list[Decision]) -> Iterator[Decision]:
@@ -217,8 +260,6 @@ def _decisions(recipe: Recipe, found: Facts, target: Target, made: list[Decision
     yield from made
     half = "multiplies it in hardware" if device.bf16 else "does not multiply it in hardware: float32 is used"
     yield Decision("bf16", device.bf16, f"{device.name} {half}")
-    if device.unified_memory and device.kind == "cuda":
-        yield Decision("offload", False, f"{device.name} shares one memory with its host: moving frees nothing")
     context = check_context(found.model.config, int(found.lengths.max()), "data.max_length")
     if context is not None:
         yield context
@@ -270,11 +311,12 @@ def _gain(name: str, on: bool, job: Job, other: Job, target: Target) -> Gain:
 def _toggles(job: Job, device: Device) -> Iterator[tuple[str, bool, Job]]:
     card = device.kind == "cuda"
     yield "chunked loss", job.chunked_loss, replace(job, chunked_loss=not job.chunked_loss)
-    recompute = job.activations != "keep"
-    yield "recompute", recompute, replace(job, activations="keep" if recompute else "recompute")
+    counts, all_as = job.layers, partial(replace, job, split=None)
+    recompute = counts.kept < counts.layers
+    yield "recompute", recompute, all_as(activations="keep" if recompute else "recompute")
     if card and not device.unified_memory:
-        offload = job.activations == "offload"
-        yield "offload", offload, replace(job, activations="recompute" if offload else "offload")
+        offload = counts.offloaded > 0
+        yield "offload", offload, all_as(activations="recompute" if offload else "offload")
         if offload:
             yield "double buffer", job.buffers > 1, replace(job, buffers=1 if job.buffers > 1 else 2)
     if card:

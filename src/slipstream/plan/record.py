@@ -3,14 +3,12 @@
 Training decides for itself; the prediction is of what it decided, not of what a plan would have.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from slipstream.data.tokens import TokenisedSet
-from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.plan.facts import Target, facts, skeleton
-from slipstream.plan.prediction import predict
+from slipstream.plan.prediction import Taken, predict
 from slipstream.plan.table import seconds_text
 from slipstream.recipe import Recipe
 from slipstream.report.numbers import bytes_text, time_text
@@ -20,16 +18,15 @@ def run_plan(
     recipe: Recipe,
     target: Target,
     sets: tuple[TokenisedSet, TokenisedSet | None],
-    decided: Sequence[Decision],
-    mode: str | None = None,
+    taken: Taken,
 ) -> dict[str, Any]:
-    """The prediction for a run on ``sets`` (training and held-out) that decided so; ``mode``: how its steps run.
+    """The prediction for a run on ``sets`` (training and held-out) that has decided so.
 
     A model whose sizes can't be read is no reason not to train it: the record then says what is ``missing``.
     """
     try:
         found = facts(recipe, skeleton(recipe), *sets)
-        prediction = predict(recipe, found, target, taken=_taken(decided) | ({"mode": mode} if mode else {}))
+        prediction = predict(recipe, found, target, taken)
     except InputError as error:
         return {"missing": str(error)}
     return {**prediction.record(), "ceilings": target.rates.source}
@@ -43,12 +40,3 @@ def plan_line(plan: dict[str, Any]) -> str:
         f"predicted: {bytes_text(plan['device_bytes'])} at the peak, {seconds_text(plan['step_seconds'])} a step, "
         f"{time_text(plan['seconds'])} in all"
     )
-
-
-def _taken(decided: Sequence[Decision]) -> dict[str, str]:
-    """The choices that decisions tell of."""
-    on = {decision.name: decision.reason for decision in decided if decision.on}
-    taken = {"activations": "offload" if "offload" in on else "recompute" if "recompute" in on else "keep"}
-    if "attention" in on:
-        taken["attention"] = on["attention"].partition(":")[0]
-    return taken
