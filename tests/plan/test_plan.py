@@ -132,9 +132,15 @@ def test_device_classes(name: str, tmp_path: Path) -> None:
     assert made["attention"][1].startswith(f"{attention}: ")
     assert made["bf16"][0] is bf16
     assert bf16 or "float32 is used" in made["bf16"][1]
-    assert ("offload" in made) == (name == "dgx-spark")
     assert any(part["name"] == "attention mask" for part in document["memory"]["device"]) == (attention == "sdpa")
     assert ("offload" in {gain["name"] for gain in document["gains"]}) == (name != "dgx-spark")
+
+
+def test_one_memory_is_no_place_to_move_to(tmp_path: Path) -> None:
+    document, _, _ = plan(recipe_of(tmp_path, QWEN3_06B, "packing.tokens=65536"), "dgx-spark")
+    made = decisions(document)
+    assert made["recompute"][0]
+    assert (made["offload"][0], "one memory with the host" in made["offload"][1]) == (False, True)
 
 
 CPU = Device("cpu", "a processor", 16 * GIB, None, bf16=False, unified_memory=True)

@@ -161,7 +161,7 @@ def demand_of(now: Situation) -> Demand:
     size = layer_input_bytes(now.config, now.tokens, now.itemsize)
     return Demand(
         layers=layers,
-        kept_bytes=kept_activation_bytes(now.config, now.tokens) // layers,
+        kept_bytes=kept_activation_bytes(now.config, now.tokens, now.itemsize) // layers,
         input_bytes=size,
         fixed_bytes=loss_bytes(now.config, now.tokens, whole_logits=False),
         buffers=buffer_count(now.buffers),
