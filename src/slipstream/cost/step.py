@@ -34,8 +34,7 @@ every seam, and short documents fill few of them. (28 layers of Qwen3-0.6B, 256 
 MASKED_SHARE = 0.25
 """Attention under a dense mask, which skips nothing."""
 KERNEL = 3e-6
-"""Seconds of the smallest kernel on a card."""
-CPU_KERNEL = 2e-6
+"""Seconds of the smallest kernel on a card; on a CPU it is what issuing one takes."""
 UNPACK_SHARE = 0.5
 """Bandwidth of NF4 unpacking over the copy rate: three passes were 7% of a compiled step of Qwen3-14B."""
 LOSS_BYTES, FROZEN_LOSS_BYTES, FUSED_LOSS_BYTES = 50, 60, 12
@@ -97,7 +96,7 @@ def step_times(job: Job, rates: Ceilings, *, cpu: bool = False) -> Times:
         loss=batches * _loss_bytes(job) * job.tokens * job.shape.vocabulary / rates.copy,
         unpack=batches * unpack_bytes(job) / (rates.copy * UNPACK_SHARE),
         optimizer=update_bytes(job) / rates.copy,
-        kernels=(launches + STEP_LAUNCHES / 4) * (CPU_KERNEL if cpu else KERNEL),
+        kernels=(launches + STEP_LAUNCHES / 4) * (rates.launch if cpu else KERNEL),
         exposed=batches * exposed_seconds(job, rates, cpu=cpu),
         host=0.0 if cpu else shown * rates.launch,
         waits=batches * _queries(job) * rates.sync,

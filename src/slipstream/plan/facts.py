@@ -118,7 +118,7 @@ def facts(recipe: Recipe, model: Any, train: TokenisedSet, held_out: TokenisedSe
     return Facts(
         model=model,
         shape=shape_of(model),
-        adapted=_adapted(recipe.adapter, model),
+        adapted=adapted_sizes(recipe.adapter, model),
         saved=_saved(recipe.adapter, model),
         lengths=train.lengths,
         eval_lengths=None if held_out is None else held_out.lengths,
@@ -126,7 +126,10 @@ def facts(recipe: Recipe, model: Any, train: TokenisedSet, held_out: TokenisedSe
     )
 
 
-def _adapted(options: AdapterOptions, model: Any) -> tuple[tuple[int, int], ...]:
+def adapted_sizes(options: AdapterOptions, model: Any) -> tuple[tuple[int, int], ...]:
+    """Inputs and outputs of each module that adapters go on, as training resolves them; of those that they would go on
+    by default, where all weights are trained.
+    """
     modules = dict(model.named_modules())
     targets = resolve_targets(model, options if options.kind == "lora" else AdapterOptions())
     return tuple(_sizes(modules[name]) for name in targets)
