@@ -47,6 +47,7 @@ from slipstream.train.interrupt import StopRequest
 from slipstream.train.progress import ProgressBar, clock
 from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
 from slipstream.train.run_folder import discard, full_disk_told, publish, staging_for
+from slipstream.train.timeline import FILE as TIMELINE
 from slipstream.train.timeline import StepTimeline
 from slipstream.train.trainer import Trainer
 from slipstream.transform import Options, applied, apply, decisions, restore, tell_later_decisions
@@ -271,7 +272,7 @@ class _Training:
 
     def _forget(self) -> None:
         """Leave the folder empty: nothing was trained, and the same command may start again."""
-        for place in (self.folder.run_json, self.folder.steps, self.folder.evals):
+        for place in (self.folder.run_json, self.folder.steps, self.folder.evals, self.folder.path / TIMELINE):
             place.unlink(missing_ok=True)
         discard(self.folder.checkpoints)
         self.console.print("interrupted before a checkpoint was saved: nothing is kept; start again")
