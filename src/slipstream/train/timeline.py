@@ -49,7 +49,7 @@ class StepTimeline(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start profiling, if this is the step."""
         self._seen += 1
-        if self._seen != self.sampled:
+        if self._seen != self.sampled or not state.is_world_process_zero:
             return
         card = torch.cuda.is_available()
         if card:
