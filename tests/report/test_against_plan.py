@@ -54,7 +54,7 @@ def test_a_timeline_of_one_step(tmp_path: Path) -> None:
     (label, _) = [label for label in labels(page) if label.startswith("One step. ")]
     assert "Step 12 took 500 ms" in label
     assert "compute 60.0%, launches 90.0%, waits 10.0%" in label
-    assert "waited for the device 1 times" in label
+    assert "waited for the device 1 time." in label
     for lane in ("compute", "launches", "waits"):
         assert lane in page.text
 

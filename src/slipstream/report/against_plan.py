@@ -12,8 +12,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from slipstream.report.markup import Markup, join, tag
-from slipstream.report.numbers import KeyNumbers, bytes_text, number, percent_text, section, time_text
-from slipstream.report.plots import EMPTY, FIRST, INK, MUTED, SECOND, Plot, style
+from slipstream.report.numbers import KeyNumbers, amount_text, bytes_text, number, percent_text, section, time_text
+from slipstream.report.plots import EMPTY, FIRST, GRID, INK, MUTED, SECOND, Plot, style
 from slipstream.train.records import Records
 from slipstream.train.timeline import FILE
 
@@ -72,7 +72,7 @@ def _floor_line(records: Records) -> Markup:
     if share is None:
         return Markup()
     words = f"{percent_text(share)} of the median step is the time that its matrix products take at the device's rate."
-    return tag("p", words, class_="aside")
+    return tag("p", words)
 
 
 def _step_text(seconds: float) -> str:
@@ -102,7 +102,7 @@ def memory_by_part(records: Records, numbers: KeyNumbers) -> Plot | None:
         axes.barh(places, [size for _, size, _ in bars], height=0.62, color=[colour for _, _, colour in bars])
         style(axes, "GiB", "", ticks=None)
         axes.set_yticks(places, [name for name, _, _ in bars])
-        axes.grid(axis="x", color="#030405", linewidth=0.8)
+        axes.grid(axis="x", color=GRID, linewidth=0.8)
         axes.grid(visible=False, axis="y")
 
     height = 90 + 24 * len(bars)
@@ -138,8 +138,8 @@ def timeline_figure(found: dict[str, Any]) -> Plot | None:
         return None
     busy = section(found, "busy")
     shares = ", ".join(f"{name} {percent_text(number(busy.get(name)))}" for name in lanes)
-    calls = section(found, "events").get("waits")
-    waited = "" if "launches" not in lanes else f" The host waited for the device {calls or 0:,} times."
+    calls = number(section(found, "events").get("waits")) or 0.0
+    waited = "" if "launches" not in lanes else f" The host waited for the device {amount_text(calls, 'time')}."
     text = f"Step {found.get('step', '?')} took {length:.0f} ms under the profiler; busy: {shares}.{waited}"
 
     def draw(figure: Figure) -> None:
