@@ -49,6 +49,10 @@ def test_a_recipe_goes_the_whole_road(path: Path, base: Path, tmp_path: Path) ->
     summary = train(recipe, resume=False, console=Console(file=io.StringIO()))
 
     assert summary.steps == 2
+    plan = json.loads((tmp_path / "run" / "run.json").read_text())["plan"]
+    assert plan["device_bytes"] == pytest.approx(sum(part["bytes"] for part in plan["memory"]["device"]), abs=20)
+    assert plan["step_seconds"] > plan["floor_seconds"] > 0
+    assert "Plan and run" in summary.report.read_text(encoding="utf-8")
     assert summary.eval_before is not None
     assert summary.eval_after is not None
     assert summary.eval_after < summary.eval_before  # it was evaluated on what it learned

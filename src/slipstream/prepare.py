@@ -4,6 +4,7 @@
 ``train`` learns from.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,18 +42,34 @@ class Rows:
 
 def prepare_rows(recipe: Recipe, source: str, tokenizer: Any, console: Console) -> Rows:
     """Read, tokenise and pack ``source``, and print what became of it."""
-    max_length = recipe.data.max_length or recipe.packing.tokens
     with _status(source, console) as progress:
-        tokenised = tokenise(source, recipe.data, tokenizer, max_length=max_length, progress=progress)
+        tokenised = _tokenised(recipe, source, tokenizer, progress)
         lengths = tokenised.lengths
         rows, report = _packed(recipe, tokenised, lengths)
+    _tell(source, tokenised, console)
+    console.print(f"  {_packing_line(report, recipe.packing.rows)}")
+    return Rows(tokenised, rows, report, length_histogram(lengths))
+
+
+def tokenised_set(recipe: Recipe, source: str, tokenizer: Any, console: Console) -> TokenisedSet:
+    """Read and tokenise ``source`` as for training, without packing it, and print what became of it."""
+    with _status(source, console) as progress:
+        tokenised = _tokenised(recipe, source, tokenizer, progress)
+    _tell(source, tokenised, console)
+    return tokenised
+
+
+def _tokenised(recipe: Recipe, source: str, tokenizer: Any, progress: Callable[[int], None]) -> TokenisedSet:
+    max_length = recipe.data.max_length or recipe.packing.tokens
+    return tokenise(source, recipe.data, tokenizer, max_length=max_length, progress=progress)
+
+
+def _tell(source: str, tokenised: TokenisedSet, console: Console) -> None:
     console.print(f"{source}:")
     if tokenised.files:
         console.print(f"  {_files_line(tokenised.files)}")
     for line in tokenised.account.lines():
         console.print(f"  {line}")
-    console.print(f"  {_packing_line(report, recipe.packing.rows)}")
-    return Rows(tokenised, rows, report, length_histogram(lengths))
 
 
 def _files_line(files: tuple[str, ...]) -> str:
@@ -105,7 +122,7 @@ def data_record(prepared: Rows) -> dict[str, Any]:
 
 def build_model(recipe: Recipe, device: torch.device) -> Any:
     """The base model on ``device``, with its adapter where the recipe has one."""
-    model = load_model(recipe.model, recipe.load, trainable=recipe.adapter.kind == "none", device=device)
+    model = load_model(recipe.model, recipe.load, trainable=trained_in_place(recipe), device=device)
     if recipe.packing.enabled:
         possible = packing_decision(model)
         if not possible.on:
@@ -113,6 +130,19 @@ def build_model(recipe: Recipe, device: torch.device) -> Any:
     if recipe.adapter.kind == "lora":
         model = add_adapter(model, recipe.adapter, seed=recipe.train.seed)
     return model
+
+
+def trained_in_place(recipe: Recipe) -> bool:
+    """Whether an optimizer without masters of its own updates the weights, which then are best kept in float32."""
+    return recipe.adapter.kind == "none"
+
+
+def planned_steps(recipe: Recipe, rows: int) -> int:
+    """Optimizer steps of a run over ``rows`` packed rows (documents, where packing is off), as the trainer counts."""
+    if recipe.train.steps is not None:
+        return recipe.train.steps
+    updates = math.ceil(math.ceil(rows / recipe.packing.rows) / recipe.train.accumulate)
+    return math.ceil(recipe.train.epochs * updates)
 
 
 def length_histogram(lengths: npt.NDArray[np.int64]) -> dict[str, list[int]]:

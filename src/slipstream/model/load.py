@@ -106,6 +106,19 @@ def stored_dtype(model: str, options: LoadOptions) -> str | None:
     return named if named in ("float32", "bfloat16", "float16") else None
 
 
+def load_config(model: str, options: LoadOptions) -> "PreTrainedConfig":
+    """The configuration of ``model`` alone: no weights are read, and a folder need not have any. Raises ``InputError``.
+
+    Of a GGUF file only the header is parsed, and kept beside the file's conversions.
+    """
+    source = _locate(model)
+    if source.local and source.file is None and not (Path(source.name) / CONFIG_FILE).is_file():
+        raise InputError(f"model: {source.name} has no config.json; {_meant_instead(Path(source.name))}")
+    with _quiet(source), _explained(source.name):
+        name = source.name if source.file is None else str(gguf.config_folder(source.file))
+        return _causal_config(name, source, options)
+
+
 def context_length(model_config: "PreTrainedConfig") -> int | None:
     """Positions the model was made for, by its text config; None where that names no limit."""
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
