@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream import cli, results
+from slipstream.errors import InputError
+from slipstream.model.load import LoadOptions, load_model
 from slipstream.recipe import load_recipe
 from slipstream.run import train
 from slipstream.train.interrupt import StopRequest
@@ -110,6 +112,61 @@ def test_the_dtype_is_the_bases_unless_said(kind: str, tmp_path: Path, merge: Co
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "as-base").dtype == torch.bfloat16
     assert all(torch.equal(as_base[name], said[name].bfloat16()) for name in said)  # rounded once
     assert any(not torch.equal(as_base[name].float(), said[name]) for name in said)
+
+
+@pytest.fixture
+def _four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four bits on the CPU, which a run refuses: bitsandbytes can, if slowly."""
+    pytest.importorskip("bitsandbytes", reason="needs the extra nf4")
+    monkeypatch.setattr("slipstream.run.check_quantize", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("_four_bits")
+def test_four_bits_merge_into_the_weights_they_stand_for(tmp_path: Path, merge: Command) -> None:
+    base = base_of(tmp_path / "base", torch.bfloat16)
+    run, out = run_of(tmp_path, base, "load.quantize=nf4"), tmp_path / "out"
+    assert any(decision["name"] == "nf4" for decision in json.loads((run / "run.json").read_text())["decisions"])
+    code, printed, err = merge(run, "--out", out, "--dtype", "float32", "--json")
+    assert code == 0, err
+    trained_on = load_model(str(base), LoadOptions(quantize="nf4", dtype="float32"))
+    before = logits(trained_on)
+    expected = logits(PeftModel.from_pretrained(trained_on, run / "adapter"))
+    merged = logits(AutoModelForCausalLM.from_pretrained(out))
+    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-5)
+    assert (expected - before).abs().max() > 0.01  # something was learned
+    other = logits(PeftModel.from_pretrained(plain(base), run / "adapter"))
+    assert (merged - other).abs().max() > 1e-3  # the original weights would give others
+    assert json.loads(printed)["parameters"] == sum(parameter.numel() for parameter in plain(base).parameters())
+    assert merge(run, "--out", tmp_path / "as-base")[0] == 0
+    as_base, exact = load_file(tmp_path / "as-base/model.safetensors"), load_file(out / "model.safetensors")
+    assert all(torch.equal(as_base[name], exact[name].bfloat16()) for name in exact)  # rounded once
+
+
+@pytest.mark.usefixtures("_four_bits")
+def test_four_bits_of_another_base(tmp_path: Path, merge: Command) -> None:
+    run = run_of(tmp_path, base_of(tmp_path / "base"), "load.quantize=nf4")
+    shutil.rmtree(tmp_path / "base")
+    base_of(tmp_path / "base", num_hidden_layers=3)
+    message = refused(merge(run, "--out", tmp_path / "out", "--json"))
+    assert "adapter was trained on a model of" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("load.quantize=nf4", "load.quantize: nf4 needs bitsandbytes, which is not installed"),
+        ("train.optimizer=adamw8bit", "train.optimizer: adamw8bit needs bitsandbytes"),
+    ],
+)
+def test_without_bitsandbytes_nothing_is_loaded(
+    override: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.model.quantize.find_spec", lambda _: None)
+    monkeypatch.setattr("slipstream.train.arguments.find_spec", lambda _: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(InputError, match=told):
+        run_of(tmp_path, tmp_path / "no-such-base", override)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_gguf_base(tmp_path: Path, merge: Command, monkeypatch: pytest.MonkeyPatch) -> None:

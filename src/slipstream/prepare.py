@@ -105,7 +105,8 @@ def data_record(prepared: Rows) -> dict[str, Any]:
 
 def build_model(recipe: Recipe, device: torch.device) -> Any:
     """The base model on ``device``, with its adapter where the recipe has one."""
-    model = load_model(recipe.model, recipe.load, trainable=recipe.adapter.kind == "none", device=device)
+    in_place = recipe.adapter.kind == "none" and recipe.train.optimizer != "adamw"  # which keeps masters of its own
+    model = load_model(recipe.model, recipe.load, trainable=in_place, device=device)
     if recipe.packing.enabled:
         possible = packing_decision(model)
         if not possible.on:

@@ -25,6 +25,7 @@ from slipstream.model.merge import (
     weight_bytes,
     written_whole,
 )
+from slipstream.model.quantize import dequantise
 from slipstream.prepare import quiet_libraries
 from slipstream.recipe import Recipe, recipe_from_dict
 from slipstream.train.checkpoint import last_checkpoint
@@ -137,10 +138,24 @@ def _merged(folder: RunFolder, recipe: Recipe, adapter: Path, dtype: MergedDtype
     record = folder.read_run()
     stored = _base_dtype(recipe, record, remedy="put it back, or merge in the folder that the run was started in")
     wanted = dtype or stored
-    base = load_model(recipe.model, replace(recipe.load, dtype=wanted if wanted == stored else "float32"))
+    if recipe.load.quantize == "none":
+        base = load_model(recipe.model, replace(recipe.load, dtype=wanted if wanted == stored else "float32"))
+    else:
+        base = _four_bit_base(recipe, _trained_dtype(recipe, record), wanted)
     parameters = record["parameters"]
     base_parameters = parameters["total"] - parameters["trainable"]  # a run with an adapter trains what it adds
     return merge_adapter(base, adapter, dtype=wanted, base_parameters=base_parameters)
+
+
+def _four_bit_base(recipe: Recipe, trained_in: MergedDtype, wanted: MergedDtype) -> Any:
+    """The plain weights that the base's four-bit codes stand for: what the adapter was trained beside.
+
+    The original weights would be nearer to the model's own, but the adapter has learned to make up for the difference:
+    only these give the logits that the run had. Made on a card where there is one, as in training.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    base = load_model(recipe.model, replace(recipe.load, dtype=trained_in), device=device)
+    return dequantise(base, getattr(torch, trained_in if wanted == trained_in else "float32"))
 
 
 def _converted(folder: RunFolder, recipe: Recipe, model: Path, dtype: MergedDtype | None) -> Any:
@@ -155,5 +170,10 @@ def _base_dtype(recipe: Recipe, record: dict[str, Any], *, remedy: str) -> Merge
         stored = stored_dtype(recipe.model, recipe.load)
     except InputError as error:
         raise InputError(f"the run's base model is not to be had ({error}); {remedy}") from error
-    trained_in = compute_dtype(Device(**record["device"])) if recipe.load.dtype == "auto" else recipe.load.dtype
-    return cast(MergedDtype, stored or trained_in)
+    return cast(MergedDtype, stored) if stored else _trained_dtype(recipe, record)
+
+
+def _trained_dtype(recipe: Recipe, record: dict[str, Any]) -> MergedDtype:
+    """The dtype that the run computed in."""
+    auto = recipe.load.dtype == "auto"
+    return cast(MergedDtype, compute_dtype(Device(**record["device"])) if auto else recipe.load.dtype)

@@ -34,13 +34,15 @@ from slipstream.device.feed import PackedCollator, PaddedCollator
 from slipstream.errors import InputError
 from slipstream.model.load import check_context, load_tokenizer
 from slipstream.model.lora import trainable_summary
+from slipstream.model.quantize import check_quantize, quantize_decisions
 from slipstream.prepare import Rows, build_model, data_record, prepare_rows, quiet_libraries
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
-from slipstream.train.arguments import KeepBest, check_schedule, check_trackers, training_arguments
+from slipstream.train.arguments import KeepBest, check_optimizer, check_schedule, check_trackers, training_arguments
 from slipstream.train.checkpoint import checkpoint_step, last_checkpoint
 from slipstream.train.divergence import StopOnDivergence
 from slipstream.train.interrupt import StopRequest
+from slipstream.train.optimizers import choose_optimizer
 from slipstream.train.progress import ProgressBar, clock
 from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
 from slipstream.train.run_folder import discard, full_disk_told, publish, staging_for
@@ -81,6 +83,8 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
     """Fine-tune as ``recipe`` says. Raises ``InputError`` before anything is trained where it can't be done."""
     _refuse_several_processes()
     check_trackers(recipe.train)
+    check_quantize(recipe.load.quantize, has_card=torch.cuda.is_available())
+    check_optimizer(recipe.train)
     quiet_libraries()
     with RunFolder.claimed(Path(recipe.output), resume=resume) as folder:
         checkpoint = _checkpoint_to_resume(folder, recipe, console) if resume else None
@@ -114,7 +118,7 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console) -> tuple["_Tr
     apply(model, options)
     longest = max(int(rows.tokenised.lengths.max()) for rows in (train_rows, eval_rows) if rows is not None)
     context = check_context(model.config, longest, "data.max_length")
-    decided = [*run_decisions(recipe, model), *([] if context is None else [context])]
+    decided = [*run_decisions(recipe, model), *quantize_decisions(model), *([] if context is None else [context])]
     for decision in decided:
         console.print(f"  {decision}")
     record = describe_run(recipe, model, device, train_rows, eval_rows, decided)
@@ -211,6 +215,7 @@ class _Training:
             eval_dataset=None if self.eval_rows is None else self.eval_rows.rows,
             processing_class=self.tokenizer,
             compute_dtype=None if autocast == torch.float32 else autocast,
+            optimizer_cls_and_kwargs=choose_optimizer(recipe.train, self.model),
             step_log=self.step_log,
             on_eval=self._record_eval,
             mode=recipe.train.mode,

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Ge, Gt, Lt
 
 from slipstream.errors import InputError
+from slipstream.model.quantize import parameter_count
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -160,7 +161,7 @@ def trainable_summary(model: "nn.Module") -> TrainableSummary:
     counts: dict[str, tuple[int, int]] = {}
     total = 0
     for name, parameter in model.named_parameters():
-        total += parameter.numel()
+        total += parameter_count(parameter)
         if parameter.requires_grad:
             group = _group_name(name)
             tensors, parameters = counts.get(group, (0, 0))

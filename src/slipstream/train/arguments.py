@@ -29,7 +29,7 @@ def training_arguments(
         learning_rate=options.learning_rate,
         lr_scheduler_type=SCHEDULES[options.schedule],
         warmup_steps=options.warmup,
-        optim="adamw_torch_fused",
+        optim="adamw_torch_fused",  # where choose_optimizer names no other
         weight_decay=options.weight_decay,
         max_grad_norm=options.clip,
         seed=options.seed,
@@ -59,6 +59,15 @@ def check_trackers(options: TrainOptions) -> None:
             raise InputError(
                 f"train.trackers: {tracker} is not installed; pip install {TRACKERS[tracker][0]}, or take it out"
             )
+
+
+def check_optimizer(options: TrainOptions) -> None:
+    """Raises ``InputError`` for an optimizer whose package is not installed."""
+    if options.optimizer == "adamw8bit" and find_spec("bitsandbytes") is None:
+        raise InputError(
+            "train.optimizer: adamw8bit needs bitsandbytes, which is not installed; "
+            "pip install 'slipstream[nf4]', or take adamw"
+        )
 
 
 def check_schedule(options: TrainOptions, steps: int) -> None:
