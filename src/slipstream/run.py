@@ -46,6 +46,7 @@ from slipstream.train.optimizers import choose_optimizer
 from slipstream.train.progress import ProgressBar, clock
 from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
 from slipstream.train.run_folder import discard, full_disk_told, publish, staging_for
+from slipstream.train.trackers import tracker_callbacks
 from slipstream.train.trainer import Trainer
 from slipstream.transform import Options, apply, decisions, restore, tell_later_decisions
 from slipstream.versions import SLIPSTREAM, library_versions
@@ -222,7 +223,8 @@ class _Training:
             on_decision=self._decided,
             callbacks=[KeepBest(), self.stop],
         )
-        for watcher in (ProgressBar(self.console, self.step_log), self.divergence):  # after the step is recorded
+        trackers = tracker_callbacks(recipe.train, self.folder.path)
+        for watcher in (ProgressBar(self.console, self.step_log), self.divergence, *trackers):  # after the records
             trainer.add_callback(watcher)
         trainer.remove_callback(PrinterCallback)
         return trainer

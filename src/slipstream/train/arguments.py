@@ -43,7 +43,9 @@ def training_arguments(
         greater_is_better=False if has_eval else None,
         logging_strategy="steps" if options.trackers else "no",
         logging_steps=1,
-        report_to=list(options.trackers) or "none",
+        report_to="none",  # trackers are given their numbers by tracker_callbacks
+        run_name=checkpoints.parent.name,
+        project="slipstream",
         use_cpu=cpu,
         dataloader_num_workers=0 if cpu else 2,
         dataloader_pin_memory=not cpu,
