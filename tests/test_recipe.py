@@ -269,7 +269,11 @@ def test_all_problems_are_told_at_once(write: Write) -> None:
         (["adapter.kind=none", "load.quantize=nf4"], "load.quantize: nf4 holds frozen weights, and adapter.kind: none"),
         (
             ["adapter.kind=none", "load.dtype=bfloat16", "train.optimizer=adamw8bit"],
-            "load.dtype: bfloat16 loses small updates under train.optimizer: adamw8bit",
+            "load.dtype: bfloat16 is trained whole and small updates would round away: adamw8bit keeps no float32",
+        ),
+        (
+            ["adapter.modules_to_save=[lm_head]", "train.optimizer=adamw8bit"],
+            "adapter.modules_to_save: [lm_head] may be held in half precision, where small updates would round away",
         ),
         (["train.steps=10", "train.warmup=10"], "train.warmup: 10 steps >= train.steps 10"),
         (["train.warmup=2.5"], "train.warmup: 2.5 is neither a share"),
@@ -287,6 +291,7 @@ def test_conflicts(write: Write, overrides: list[str], told: str) -> None:
         ["adapter.kind=none", "adapter.rank=16"],
         ["load.quantize=nf4", "load.dtype=bfloat16", "train.optimizer=adamw8bit"],
         ["adapter.kind=none", "train.optimizer=adamw8bit"],
+        ["adapter.modules_to_save=[lm_head]", "train.optimizer=adamw8bit", "load.dtype=float32"],
         ["adapter.kind=none", "load.dtype=bfloat16"],
         ["train.steps=10", "train.warmup=9"],
         ["train.steps=1"],

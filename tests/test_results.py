@@ -49,13 +49,13 @@ def base_of(folder: Path, dtype: torch.dtype = torch.float32, **overrides: Any) 
     return folder
 
 
-def run_of(folder: Path, base: Path, *overrides: str) -> Path:
+def run_of(folder: Path, base: Path, *overrides: str, rows: list[dict[str, str]] | None = None) -> Path:
     """A run of two steps in ``folder/run``."""
-    rows = folder / "rows.jsonl"
-    pairs = [{"prompt": f"{i} + {i}", "completion": str(2 * i)} for i in range(40)]
-    rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    file = folder / "rows.jsonl"
+    pairs = rows or [{"prompt": f"{i} + {i}", "completion": str(2 * i)} for i in range(40)]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     path = folder / "recipe.yaml"
-    path.write_text(f"model: {base}\ndata: {{train: {rows}}}\noutput: {folder / 'run'}\n")
+    path.write_text(f"model: {base}\ndata: {{train: {file}}}\noutput: {folder / 'run'}\n")
     short = ["train.steps=2", "packing.tokens=256", "train.learning_rate=0.05", "load.dtype=float32"]
     train(load_recipe(path, [*short, *overrides]), resume=False, console=Console(file=io.StringIO()))
     return folder / "run"
@@ -112,6 +112,46 @@ def test_the_dtype_is_the_bases_unless_said(kind: str, tmp_path: Path, merge: Co
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "as-base").dtype == torch.bfloat16
     assert all(torch.equal(as_base[name], said[name].bfloat16()) for name in said)  # rounded once
     assert any(not torch.equal(as_base[name].float(), said[name]) for name in said)
+
+
+@pytest.mark.parametrize("adapter", ["rows", "whole", "none"])
+def test_a_run_with_new_tokens(adapter: str, tmp_path: Path, merge: Command) -> None:
+    base = base_of(tmp_path / "base", vocab_size=275)  # not a row to spare
+    changes = {
+        "rows": [],
+        "whole": ["adapter.modules_to_save=[embed_tokens,lm_head]"],
+        "none": ["adapter.kind=none"],
+    }
+    rows = [{"prompt": f"<sum>{i} + {i}</sum>", "completion": f"<answer>{2 * i}"} for i in range(40)]
+    tokens = "load.new_tokens=[<sum>, </sum>, <answer>]"
+    run, out = run_of(tmp_path, base, tokens, *changes[adapter], rows=rows), tmp_path / "out"
+    code, _, err = merge(run, "--out", out, "--json")
+    assert code == 0, err
+    source = run / ("model" if adapter == "none" else "adapter")
+    for folder in (source, out):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer.encode("<sum>1</sum>") == [275, tokenizer.encode("1")[0], 276]
+    ids = torch.tensor([[5, 275, 9, 276, 277]])
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(out)(input_ids=ids).logits
+        if adapter == "none":
+            expected = plain(source)(input_ids=ids).logits
+        else:
+            resized = plain(base)
+            resized.resize_token_embeddings(280)
+            expected = PeftModel.from_pretrained(resized, source)(input_ids=ids).logits
+    kept = slice(278)  # of the rows beyond, which stand for no token, plain peft's base has random ones
+    torch.testing.assert_close(merged[..., kept], expected[..., kept], rtol=0, atol=1e-5)
+    said = results.generate(
+        str(run),
+        prompt="<sum>1",
+        system=None,
+        max_tokens=2,
+        temperature=0.0,
+        seed=0,
+        console=Console(file=io.StringIO()),
+    )
+    assert isinstance(said, str)
 
 
 @pytest.fixture

@@ -236,19 +236,22 @@ def _adapter_conflicts(adapter: AdapterOptions) -> Iterator[str]:
 
 
 def _weight_conflicts(recipe: Recipe) -> Iterator[str]:
-    """What all weights can't be held in where all of them are trained."""
-    if recipe.adapter.kind != "none":
-        return
-    load, optimizer = recipe.load, recipe.train.optimizer
-    if load.quantize != "none":
+    """What trained weights can't be held in."""
+    load, adapter, optimizer = recipe.load, recipe.adapter, recipe.train.optimizer
+    if adapter.kind == "none" and load.quantize != "none":
         yield (
             f"load.quantize: {load.quantize} holds frozen weights, and adapter.kind: none trains them all; "
             "set adapter.kind: lora or load.quantize: none"
         )
-    if optimizer == "adamw8bit" and load.dtype in ("bfloat16", "float16"):
+    if optimizer != "adamw8bit":
+        return
+    loses = "small updates would round away: adamw8bit keeps no float32 masters"
+    if adapter.kind == "none" and load.dtype in ("bfloat16", "float16"):
+        yield f"load.dtype: {load.dtype} is trained whole and {loses}; leave it out, or take train.optimizer: adamw"
+    if adapter.modules_to_save and load.dtype != "float32":
         yield (
-            f"load.dtype: {load.dtype} loses small updates under train.optimizer: adamw8bit, which keeps no float32 "
-            "masters; leave load.dtype out, or take train.optimizer: adamw, which keeps them"
+            f"adapter.modules_to_save: {shown(adapter.modules_to_save)} may be held in half precision, where {loses}; "
+            "take train.optimizer: adamw, or load.dtype: float32"
         )
 
 

@@ -25,6 +25,7 @@ from slipstream.model.merge import (
     weight_bytes,
     written_whole,
 )
+from slipstream.model.new_tokens import fit_vocabulary
 from slipstream.model.quantize import dequantise
 from slipstream.prepare import quiet_libraries
 from slipstream.recipe import Recipe, recipe_from_dict
@@ -71,7 +72,9 @@ def generate(
     source, _ = tuned_weights(folder, recipe, console)
     tokenizer = load_tokenizer(str(source), recipe.load)
     if _is_lora(recipe):
-        model = load_adapter(load_model(recipe.model, recipe.load, device=device), source)
+        base = load_model(recipe.model, recipe.load, device=device)
+        fit_vocabulary(base, tokenizer)
+        model = load_adapter(base, source)
     else:
         model = load_model(str(source), replace(recipe.load, revision=None), device=device)
     return generate_text(
@@ -93,7 +96,7 @@ def merge(run_folder: str, out: str, *, dtype: MergedDtype | None, console: Cons
         tokenizer = load_tokenizer(str(source), recipe.load)
         console.print(f"merging {source} into {recipe.model}" if _is_lora(recipe) else f"reading {source}")
         make = _merged if _is_lora(recipe) else _converted
-        model = make(folder, recipe, source, dtype)
+        model = make(folder, recipe, source, tokenizer, dtype)
         save_model(model, tokenizer, built)
     summary = MergeSummary(
         out=str(target),
@@ -133,7 +136,7 @@ def _is_lora(recipe: Recipe) -> bool:
     return recipe.adapter.kind == "lora"
 
 
-def _merged(folder: RunFolder, recipe: Recipe, adapter: Path, dtype: MergedDtype | None) -> Any:
+def _merged(folder: RunFolder, recipe: Recipe, adapter: Path, tokenizer: Any, dtype: MergedDtype | None) -> Any:
     """The base with the adapter: added to as it is stored where that is the dtype asked for, else in float32."""
     record = folder.read_run()
     stored = _base_dtype(recipe, record, remedy="put it back, or merge in the folder that the run was started in")
@@ -142,6 +145,7 @@ def _merged(folder: RunFolder, recipe: Recipe, adapter: Path, dtype: MergedDtype
         base = load_model(recipe.model, replace(recipe.load, dtype=wanted if wanted == stored else "float32"))
     else:
         base = _four_bit_base(recipe, _trained_dtype(recipe, record), wanted)
+    fit_vocabulary(base, tokenizer)
     parameters = record["parameters"]
     base_parameters = parameters["total"] - parameters["trainable"]  # a run with an adapter trains what it adds
     return merge_adapter(base, adapter, dtype=wanted, base_parameters=base_parameters)
@@ -158,7 +162,7 @@ def _four_bit_base(recipe: Recipe, trained_in: MergedDtype, wanted: MergedDtype)
     return dequantise(base, getattr(torch, trained_in if wanted == trained_in else "float32"))
 
 
-def _converted(folder: RunFolder, recipe: Recipe, model: Path, dtype: MergedDtype | None) -> Any:
+def _converted(folder: RunFolder, recipe: Recipe, model: Path, _: Any, dtype: MergedDtype | None) -> Any:
     """The fully tuned model; its base is asked for nothing but its dtype."""
     wanted = dtype or _base_dtype(recipe, folder.read_run(), remedy="put it back, or give the merged model's --dtype")
     return load_model(str(model), replace(recipe.load, revision=None, dtype=wanted))

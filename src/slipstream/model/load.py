@@ -13,7 +13,7 @@ transformers and torch are imported where they are used: a recipe is checked wit
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,6 +46,8 @@ class LoadOptions:
     """``nf4`` holds the frozen weights of linear layers in four bits, and computes in ``dtype``."""
     trust_remote_code: bool = False
     """Run the model repository's own Python code."""
+    new_tokens: list[str] = field(default_factory=list)
+    """Tokens to add to the vocabulary; their rows of embedding and head are trained."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,10 @@ def _tokenizer(source: _Source, options: LoadOptions) -> "PreTrainedTokenizerBas
     with _quiet(source), _explained(source.name):
         _ask_hub(source, options)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.of_tokenizer(), **_arguments(options))
+    if any(not token.strip() for token in options.new_tokens):
+        raise InputError("load.new_tokens: a token of blanks alone; name tokens such as <think>")
+    if options.new_tokens:
+        tokenizer.add_tokens(options.new_tokens)  # those that it has already stay as they are
     return tokenizer
 
 
