@@ -28,6 +28,7 @@ from slipstream.model.lora import load_adapter
 from slipstream.model.quantize import parameter_count
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MergedDtype = Literal["float32", "bfloat16", "float16"]
@@ -84,11 +85,13 @@ def merge_adapter(
     own = base.dtype
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*tie_word_embeddings")  # the very thing that is done here
+        warnings.filterwarnings("ignore", message="All adapters are already merged")  # those on experts are
         try:
             adapted = load_adapter(base, adapter)
         except SafetensorError as error:
             raise InputError(f"adapter: the weights in {adapter} are damaged ({error}); train again") from error
         _part_head_from_embedding(adapted.get_base_model())
+        _merge_experts(adapted)
         merged: PreTrainedModel = adapted.merge_and_unload()
     _say_whether_tied(merged)
     _cast(merged, dtype, {name for name, held in loaded.items() if held != own})
@@ -176,6 +179,19 @@ def _part_head_from_embedding(base: Any) -> None:
         return
     layer: Any = head.get_base_layer() if isinstance(head, BaseTunerLayer) else head
     layer.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+
+def _merge_experts(adapted: "PeftModel") -> None:
+    """Add the adapters on experts' stacked matrices in float32, a stack at a time; peft rounds before it adds."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    for module in adapted.modules():
+        if isinstance(module, ParamWrapper):
+            stack = module.get_param()
+            held = stack.dtype
+            stack.data = stack.data.float()
+            module.merge()
+            stack.data = stack.data.to(held)
 
 
 def _say_whether_tied(model: Any) -> None:
