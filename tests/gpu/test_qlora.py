@@ -178,6 +178,20 @@ def test_the_merged_model_gives_the_adapted_models_logits(folder: Path, tmp_path
     assert difference < 0.2 * change
 
 
+def test_rows_of_new_tokens_wait_for_nothing(folder: Path) -> None:
+    base = load_model(str(folder), LoadOptions(dtype="bfloat16"), device="cuda")
+    wrapped = add_adapter(base, AdapterOptions(rank=8), seed=0, new_tokens=[7, 9, 998]).train()
+    model, row = apply(wrapped), on_card()
+    loss_of(model, row).backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss_of(model, row).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("trainable_tokens_delta" in name for name in gradients(model)) == 2
+
+
 # Optimizers
 
 

@@ -21,7 +21,8 @@ WITHOUT_TRITON = Version("1.16")
 SETTINGS: dict[str, Any] = {
     "use_cpu": True,
     "max_steps": 4,
-    "learning_rate": 1e-2,
+    "optim": "sgd",  # AdamW makes whole updates of gradients that are nothing but rounding
+    "learning_rate": 0.1,
     "lr_scheduler_type": "linear",
     "report_to": "none",
     "disable_tqdm": True,
@@ -78,7 +79,7 @@ def ours(folder: Path, data: Dataset, **changes: Any) -> list[tuple[float, float
 
 
 def assert_same(seen: list[tuple[float, float]], expected: list[tuple[float, float]]) -> None:
-    torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=2e-4, atol=2e-4)
     assert len({round(loss, 3) for loss, _ in expected}) > 1  # something happens from step to step
 
 
