@@ -183,6 +183,18 @@ def test_four_bits_merge_into_the_weights_they_stand_for(tmp_path: Path, merge: 
 
 
 @pytest.mark.usefixtures("_four_bits")
+def test_a_checkpoint_that_is_four_bit_itself_merges_too(tmp_path: Path, merge: Command) -> None:
+    made = load_model(str(base_of(tmp_path / "plain")), LoadOptions(quantize="nf4", dtype="float32"))
+    made.save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    run, out = run_of(tmp_path, tmp_path / "base"), tmp_path / "out"
+    code, _, err = merge(run, "--out", out, "--dtype", "float32")
+    assert code == 0, err
+    expected = logits(PeftModel.from_pretrained(made, run / "adapter"))
+    torch.testing.assert_close(logits(plain(out)), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_four_bits")
 def test_four_bits_of_another_base(tmp_path: Path, merge: Command) -> None:
     run = run_of(tmp_path, base_of(tmp_path / "base"), "load.quantize=nf4")
     shutil.rmtree(tmp_path / "base")
@@ -207,6 +219,25 @@ def test_without_bitsandbytes_nothing_is_loaded(
     with pytest.raises(InputError, match=told):
         run_of(tmp_path, tmp_path / "no-such-base", override)
     assert not (tmp_path / "run").exists()
+
+
+def test_all_weights_in_bf16_have_masters(tmp_path: Path) -> None:
+    base = base_of(tmp_path / "base", torch.bfloat16)
+    small = ["train.learning_rate=1.0e-5", "train.save_every=1", "train.warmup=0"]
+    run = run_of(tmp_path, base, "adapter.kind=none", "load.dtype=bfloat16", *small)
+    checkpoint = run / "checkpoints" / "checkpoint-2"
+    state = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
+    masters = [value["master"] for value in state.values()]
+    saved, before = load_file(run / "model" / "model.safetensors"), load_file(base / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert len(masters) == len(saved)
+    assert {master.dtype for master in masters} == {torch.float32}
+    assert sorted(m.bfloat16().float().sum().item() for m in masters) == sorted(
+        t.float().sum().item() for t in saved.values()
+    )
+    moved = sum(int((saved[name] != before[name]).sum()) for name in saved)
+    exact = sum(int((master != master.bfloat16().float()).sum()) for master in masters)
+    assert moved < exact / 4  # most updates are too small for bf16, and are kept
 
 
 def test_a_gguf_base(tmp_path: Path, merge: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from slipstream.model.merge import (
     written_whole,
 )
 from slipstream.model.new_tokens import fit_vocabulary
-from slipstream.model.quantize import dequantise
+from slipstream.model.quantize import dequantise, quantised_modules
 from slipstream.prepare import quiet_libraries
 from slipstream.recipe import Recipe, recipe_from_dict
 from slipstream.train.checkpoint import last_checkpoint
@@ -141,25 +141,29 @@ def _merged(folder: RunFolder, recipe: Recipe, adapter: Path, tokenizer: Any, dt
     record = folder.read_run()
     stored = _base_dtype(recipe, record, remedy="put it back, or merge in the folder that the run was started in")
     wanted = dtype or stored
-    if recipe.load.quantize == "none":
-        base = load_model(recipe.model, replace(recipe.load, dtype=wanted if wanted == stored else "float32"))
-    else:
-        base = _four_bit_base(recipe, _trained_dtype(recipe, record), wanted)
+    base = _plain_base(recipe, record, wanted, stored)
     fit_vocabulary(base, tokenizer)
     parameters = record["parameters"]
     base_parameters = parameters["total"] - parameters["trainable"]  # a run with an adapter trains what it adds
     return merge_adapter(base, adapter, dtype=wanted, base_parameters=base_parameters)
 
 
-def _four_bit_base(recipe: Recipe, trained_in: MergedDtype, wanted: MergedDtype) -> Any:
-    """The plain weights that the base's four-bit codes stand for: what the adapter was trained beside.
+def _plain_base(recipe: Recipe, record: dict[str, Any], wanted: MergedDtype, stored: MergedDtype) -> Any:
+    """The base with plain weights: as they are stored, or what their four-bit codes stand for.
 
-    The original weights would be nearer to the model's own, but the adapter has learned to make up for the difference:
-    only these give the logits that the run had. Made on a card where there is one, as in training.
+    Where the run rounded them to four bits, the original weights would be nearer to the model's own; but the adapter
+    has learned to make up for the difference, and only the rounded ones give the logits that the run had. They are made
+    on a card where there is one, as in training.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    base = load_model(recipe.model, replace(recipe.load, dtype=trained_in), device=device)
-    return dequantise(base, getattr(torch, trained_in if wanted == trained_in else "float32"))
+    if recipe.load.quantize == "none":
+        device, dtype = torch.device("cpu"), wanted if wanted == stored else "float32"
+    else:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = _trained_dtype(recipe, record)
+    base = load_model(recipe.model, replace(recipe.load, dtype=dtype), device=device)
+    if quantised_modules(base):  # also where the checkpoint itself is four-bit
+        return dequantise(base, getattr(torch, dtype if dtype == wanted else "float32"))
+    return base
 
 
 def _converted(folder: RunFolder, recipe: Recipe, model: Path, _: Any, dtype: MergedDtype | None) -> Any:

@@ -207,6 +207,26 @@ def test_what_is_turned_back_computes_the_same_and_is_saved_as_plain(kind: str, 
 
 
 @pytest.mark.usefixtures("_four_bits")
+def test_a_checkpoint_that_is_four_bit_itself(tmp_path: Path) -> None:
+    saved(tmp_path / "base")
+    model = load_model(str(tmp_path / "base"), NF4)
+    model.save_pretrained(tmp_path / "four")
+    loaded = load_model(str(tmp_path / "four"), LoadOptions(dtype="float32"))
+    assert quantised_modules(loaded).keys() == quantised_modules(model).keys()
+    plain, expected = dequantise(loaded, torch.float32), dequantise(model, torch.float32)
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(plain.get_parameter(name), parameter), name
+
+
+@pytest.mark.usefixtures("_four_bits")
+def test_inference_leaves_weights_trainable(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model = load_model(str(tmp_path), NF4)
+    for module in quantised_modules(model).values():
+        assert module.support_avx512bf16_for_cpu is False  # whatever this CPU has
+
+
+@pytest.mark.usefixtures("_four_bits")
 def test_weights_are_turned_back_by_way_of_the_dtype_that_trained(tmp_path: Path) -> None:
     saved(tmp_path)
     computes = LoadOptions(quantize="nf4", dtype="bfloat16")

@@ -21,7 +21,7 @@ from slipstream.cost.hardware import compute_dtype, describe
 from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.model import gguf
-from slipstream.model.quantize import Quantize, nf4_config
+from slipstream.model.quantize import Quantize, keep_trainable, nf4_config
 
 if TYPE_CHECKING:
     import torch
@@ -157,6 +157,7 @@ def _model(source: _Source, options: LoadOptions, trainable: bool, device: "torc
     _refuse_missing(source.name, sorted(info["missing_keys"]))
     if source.file is not None:  # an adapter's config names its base by this: the user's file, not the cache's folder
         model.name_or_path = model.config.name_or_path = source.name
+    keep_trainable(model)
     loaded: PreTrainedModel = model.to(device)
     return loaded
 

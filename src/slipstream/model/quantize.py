@@ -76,6 +76,12 @@ def quantised_modules(model: "nn.Module") -> "dict[str, nn.Module]":
     }
 
 
+def keep_trainable(model: "nn.Module") -> None:
+    """Keep bitsandbytes from repacking weights for a CPU's bf16 units at the first inference, which ends gradients."""
+    for module in quantised_modules(model).values():
+        module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
 def quantize_decisions(model: "nn.Module") -> list[Decision]:
     """What became of ``load.quantize: nf4`` (empty where nothing is quantised): the share in four bits."""
     four_bit = {id(module.weight) for module in quantised_modules(model).values()}
