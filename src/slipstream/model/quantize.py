@@ -133,3 +133,4 @@ def _forget_quantisation(model: Any) -> None:
     """Have model and configuration say that the weights are plain, so that they are saved and loaded as such."""
     model.hf_quantizer.remove_quantization_config(model)
     model.is_loaded_in_4bit = False
+    vars(model).pop("_weight_conversions", None)  # older transformers would read codes backwards as it saves
