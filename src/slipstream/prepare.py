@@ -22,8 +22,9 @@ from slipstream.data.account import counted
 from slipstream.data.packing import PackingReport, pack, pack_dataset
 from slipstream.data.tokens import TokenisedSet, tokenise
 from slipstream.errors import InputError
-from slipstream.model.load import load_model
+from slipstream.model.load import load_model, load_tokenizer
 from slipstream.model.lora import add_adapter
+from slipstream.model.new_tokens import fit_vocabulary, new_token_ids
 from slipstream.recipe import Recipe
 from slipstream.report.numbers import percent_text
 from slipstream.transform import packing_decision
@@ -123,18 +124,21 @@ def data_record(prepared: Rows) -> dict[str, Any]:
 def build_model(recipe: Recipe, device: torch.device) -> Any:
     """The base model on ``device``, with its adapter where the recipe has one."""
     model = load_model(recipe.model, recipe.load, trainable=trained_in_place(recipe), device=device)
+    tokenizer = load_tokenizer(recipe.model, recipe.load)
+    tokens = new_token_ids(model, tokenizer, recipe.load.new_tokens)
+    fit_vocabulary(model, tokenizer)
     if recipe.packing.enabled:
         possible = packing_decision(model)
         if not possible.on:
             raise InputError(f"{recipe.model} can't be trained packed: {possible.reason}")
     if recipe.adapter.kind == "lora":
-        model = add_adapter(model, recipe.adapter, seed=recipe.train.seed)
+        model = add_adapter(model, recipe.adapter, seed=recipe.train.seed, new_tokens=tokens)
     return model
 
 
 def trained_in_place(recipe: Recipe) -> bool:
     """Whether an optimizer without masters of its own updates the weights, which then are best kept in float32."""
-    return recipe.adapter.kind == "none"
+    return recipe.adapter.kind == "none" and recipe.train.optimizer != "adamw"  # which keeps masters of its own
 
 
 def planned_steps(recipe: Recipe, rows: int) -> int:

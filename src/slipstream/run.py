@@ -34,21 +34,24 @@ from slipstream.device.feed import PackedCollator, PaddedCollator
 from slipstream.errors import InputError
 from slipstream.model.load import check_context, load_tokenizer
 from slipstream.model.lora import trainable_summary
+from slipstream.model.quantize import check_quantize, quantize_decisions
 from slipstream.plan.facts import this_machine
 from slipstream.plan.prediction import Taken
 from slipstream.plan.record import plan_line, run_plan
 from slipstream.prepare import Rows, build_model, data_record, planned_steps, prepare_rows, quiet_libraries
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
-from slipstream.train.arguments import KeepBest, check_schedule, check_trackers, training_arguments
+from slipstream.train.arguments import KeepBest, check_optimizer, check_schedule, check_trackers, training_arguments
 from slipstream.train.checkpoint import checkpoint_step, last_checkpoint
 from slipstream.train.divergence import StopOnDivergence
 from slipstream.train.interrupt import StopRequest
+from slipstream.train.optimizers import choose_optimizer
 from slipstream.train.progress import ProgressBar, clock
 from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
 from slipstream.train.run_folder import discard, full_disk_told, publish, staging_for
 from slipstream.train.timeline import FILE as TIMELINE
 from slipstream.train.timeline import StepTimeline
+from slipstream.train.trackers import tracker_callbacks
 from slipstream.train.trainer import Trainer
 from slipstream.transform import Options, applied, apply, decisions, restore, tell_later_decisions
 from slipstream.versions import SLIPSTREAM, library_versions
@@ -86,6 +89,8 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
     """Fine-tune as ``recipe`` says. Raises ``InputError`` before anything is trained where it can't be done."""
     _refuse_several_processes()
     check_trackers(recipe.train)
+    check_quantize(recipe.load.quantize, has_card=torch.cuda.is_available())
+    check_optimizer(recipe.train)
     quiet_libraries()
     with RunFolder.claimed(Path(recipe.output), resume=resume) as folder:
         checkpoint = _checkpoint_to_resume(folder, recipe, console) if resume else None
@@ -120,7 +125,7 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console) -> tuple["_Tr
     apply(model, options)
     longest = max(int(rows.tokenised.lengths.max()) for rows in (train_rows, eval_rows) if rows is not None)
     context = check_context(model.config, longest, "data.max_length")
-    decided = [*run_decisions(recipe, model), *([] if context is None else [context])]
+    decided = [*run_decisions(recipe, model), *quantize_decisions(model), *([] if context is None else [context])]
     for decision in decided:
         console.print(f"  {decision}")
     sets = (train_rows.tokenised, None if eval_rows is None else eval_rows.tokenised)
@@ -214,13 +219,15 @@ class _Training:
             eval_dataset=None if self.eval_rows is None else self.eval_rows.rows,
             processing_class=self.tokenizer,
             compute_dtype=None if autocast == torch.float32 else autocast,
+            optimizer_cls_and_kwargs=choose_optimizer(recipe.train, self.model),
             step_log=self.step_log,
             on_eval=self._record_eval,
             mode=recipe.train.mode,
             on_decision=self._decided,
             callbacks=[KeepBest(), self.stop, *([StepTimeline(self.folder.path)] if torch.cuda.is_available() else [])],
         )
-        for watcher in (ProgressBar(self.console, self.step_log), self.divergence):  # after the step is recorded
+        trackers = tracker_callbacks(recipe.train, self.folder.path)
+        for watcher in (ProgressBar(self.console, self.step_log), self.divergence, *trackers):  # after the records
             trainer.add_callback(watcher)
         trainer.remove_callback(PrinterCallback)
         return trainer
