@@ -33,7 +33,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "gemv", "splitk", "_mm_"),
     "loss": ("logsumexp", "_log_softmax", "nll_loss", "arange_eq", "_gather_"),
 }
-"""Parts of a step by words in the names of their kernels; the first that fits counts, and what fits none is the rest."""
+"""Parts of a step by words in their kernels' names; the first that fits counts, and what fits none is the rest."""
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cuLaunchKernelEx", "cudaLaunchKernelExC", "cudaGraphLaunch")
 Say = Callable[[str], None]
 Save = Callable[[dict[str, Any]], None]
 
@@ -91,9 +92,9 @@ def multiplying_parameters(base: Any) -> int:
 
     A tied head multiplies with the embeddings' matrix, so that counts once.
     """
-    frozen = sum(p.numel() for p in base.parameters() if not p.requires_grad)
+    frozen: int = sum(p.numel() for p in base.parameters() if not p.requires_grad)
     embeddings, head = base.get_input_embeddings().weight, base.get_output_embeddings().weight
-    return frozen - (0 if head is embeddings else embeddings.numel())
+    return frozen if head is embeddings else frozen - int(embeddings.numel())
 
 
 def _measured(options: StepBench, shape: str, device: torch.device, rate: float, say: Say) -> dict[str, Any]:
@@ -130,16 +131,20 @@ def _measured(options: StepBench, shape: str, device: torch.device, rate: float,
             row["modes"][mode] = {"refused": str(error)}
             continue
         row["modes"][mode] = {**first, "decisions": [str(decision) for decision in steps[mode].decisions]}
-        arms[mode] = Arm({"step": partial(steps[mode], batch)})
+        arms[mode] = Arm({"step": partial(_once, steps[mode], batch)})
     times = measure(arms, rounds, 2, clock_for(device))
-    for mode in arms:
-        _add_times(row, mode, times[mode][WHOLE], times[next(iter(arms))][WHOLE])
+    for name in arms:
+        _add_times(row, name, times[name][WHOLE], times[next(iter(arms))][WHOLE])
     if "captured" in steps and cuda:
         row["shares"] = _shares(partial(steps["captured"], batch))
     for step in steps.values():
         step.close()
     restore(model)
     return row
+
+
+def _once(step: TrainStep, batch: Mapping[str, Any]) -> None:
+    step(batch)
 
 
 def _started(
@@ -180,15 +185,9 @@ def _shares(run: Callable[[], object]) -> dict[str, Any]:
     kernels: dict[str, float] = {}
     launches = 0
     for event in profiler.key_averages():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             kernels[event.key] = kernels.get(event.key, 0.0) + event.self_device_time_total / 1e6
-        elif event.key in (
-            "cudaLaunchKernel",
-            "cuLaunchKernel",
-            "cuLaunchKernelEx",
-            "cudaLaunchKernelExC",
-            "cudaGraphLaunch",
-        ):
+        elif event.key in LAUNCHES:
             launches += event.count
     shares = dict.fromkeys((*KINDS, "rest"), 0.0)
     for name, seconds in kernels.items():
