@@ -42,7 +42,7 @@ def test_gradients_are_autocasts() -> None:
     exact = gradients_of(model.float(), torch.float32)
     assert all(gradient.dtype == torch.float32 for gradient in half.values())
     assert 0 < error(plain, exact) < 0.05
-    assert 0 < error(half, exact) < 1.2 * error(plain, exact)
+    assert 0 < error(half, exact) < 2 * error(plain, exact)
 
 
 def error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:

@@ -34,7 +34,7 @@ HALVES, NAME = "_slipstream_half", "_slipstream_name"
 class HalfAdapters:
     """The adapters of one model that are computed from half-precision copies."""
 
-    layers: list[nn.Module]
+    layers: list[Any]
     """peft's adapter layers, in the model's order."""
     dtype: torch.dtype
     hooks: list[RemovableHandle] = field(default_factory=list)
@@ -65,6 +65,24 @@ class HalfAdapters:
         for layer in self.layers:
             for attribute in ("forward", HALVES, NAME):
                 vars(layer).pop(attribute, None)
+
+    def forget(self) -> None:
+        """Drop the copies and the graph behind them, until the next forward."""
+        for layer in self.layers:
+            vars(layer)[HALVES] = None
+
+    def leave_last_uncompiled(self, base: Any) -> int:
+        """Keep each decoder layer's last adapter out of compiled code, and give how many there are.
+
+        A compiled part runs as a whole. Where layers are recomputed, their last product is not needed again, which
+        uncompiled code knows (see ``_added``); it is a quarter of a dense layer's recompute.
+        """
+        ends = [[m for m in layer.modules() if m in self.layers] for layer in base.get_decoder().layers]
+        lasts = [found[-1] for found in ends if found]
+        for layer in lasts:
+            outside: Callable[..., Any] = torch.compiler.disable(_forward)  # type: ignore[no-untyped-call]
+            vars(layer)["forward"] = MethodType(outside, layer)
+        return len(lasts)
 
     def _refresh(self, *_: Any) -> None:
         """Cast the masters as they are now. With gradients even in an evaluation: a backward may still come."""
@@ -133,8 +151,24 @@ def _forward(self: Any, x_NI: torch.Tensor, *args: Any, **kwargs: Any) -> torch.
         return out
     name: str = self._slipstream_name
     a_RI, b_OR = self._slipstream_half
-    base_NO: torch.Tensor = self.base_layer(x_NI)
     low_NR = F.linear(self.lora_dropout[name](x_NI).to(a_RI.dtype), a_RI)
-    rows_NO = base_NO.reshape(-1, base_NO.shape[-1])
-    added_NO = torch.addmm(rows_NO, low_NR.reshape(-1, low_NR.shape[-1]), b_OR.t(), alpha=self.scaling[name])
-    return added_NO.view(base_NO.shape)
+    if torch.compiler.is_compiling():  # which fuses scale and sum into whatever comes next
+        summed: torch.Tensor = self.base_layer(x_NI) + F.linear(low_NR, b_OR) * self.scaling[name]
+        return summed
+    return _added(self.base_layer, x_NI, low_NR, b_OR, self.scaling[name])
+
+
+def _added(base: Any, x_NI: torch.Tensor, low_NR: torch.Tensor, b_OR: torch.Tensor, scaling: float) -> torch.Tensor:
+    """``base(x) + scaling * low b^T`` without a sum of its own: one product is added to the other's result.
+
+    The base's product comes last, and autograd takes note of its weight before it runs. So a recompute that needs
+    nothing but what this layer keeps ends there, without the product (PyTorch stops it at the last tensor).
+    """
+    plain = type(base) is nn.Linear and getattr(base, "bias", None) is None and not base._forward_hooks
+    if not plain or "forward" in vars(base) or {base.weight.dtype, x_NI.dtype} != {b_OR.dtype}:
+        base_NO: torch.Tensor = base(x_NI)
+        rows_NO = base_NO.reshape(-1, base_NO.shape[-1])
+        return torch.addmm(rows_NO, low_NR.flatten(0, -2), b_OR.t(), alpha=scaling).view(base_NO.shape)
+    delta_NO = F.linear(low_NR if scaling == 1.0 else low_NR * scaling, b_OR)
+    delta_NO.flatten(0, -2).addmm_(x_NI.flatten(0, -2), base.weight.t())
+    return delta_NO

@@ -44,9 +44,15 @@ class _Recorded:
 class CapturedStep:
     """Adds the gradients of one batch's mean loss to the parameters, by replaying a graph."""
 
-    def __init__(self, loss: Loss, parameters: Sequence[nn.Parameter]) -> None:
-        """``loss``: see ``Loss``; ``parameters``: what is trained, all on one CUDA device."""
-        self._loss, self._parameters = loss, list(parameters)
+    def __init__(
+        self, loss: Loss, parameters: Sequence[nn.Parameter], forget: Callable[[], None] = lambda: None
+    ) -> None:
+        """``loss``: see ``Loss``; ``parameters``: what is trained, all on one CUDA device.
+
+        ``forget``: drops whatever keeps the graph of an earlier forward. Autograd ties a parameter's node to the stream
+        on which it was made, for as long as such a graph lives; a recording that meets a node of another stream fails.
+        """
+        self._loss, self._parameters, self._forget = loss, list(parameters), forget
         self._device = self._parameters[0].device
         self._gradients = [torch.zeros_like(p, requires_grad=False) for p in self._parameters]
         self._recorded: dict[BatchShape, _Recorded] = {}
@@ -106,8 +112,10 @@ class CapturedStep:
     def _record(self, shape: BatchShape, batch: Mapping[str, Any], learned: torch.Tensor | float) -> _Recorded:
         static = StaticBatch(shape, self._device)
         static.fill(batch, learned)
+        self._forget()
         try:
             self._warm_up(static)
+            self._forget()
             gc.collect()
             torch.cuda.empty_cache()
             recorded = self._capture(static)
@@ -115,9 +123,11 @@ class CapturedStep:
             raise InputError(_no_memory(error, shape)) from error.with_traceback(None)
         except RuntimeError as error:
             torch.cuda.synchronize(self._device)
-            raise CaptureError(f"{type(error).__name__}: {str(error).strip()}") from error.with_traceback(None)
+            first = _first(error)
+            raise CaptureError(f"{type(first).__name__}: {str(first).strip()}") from error.with_traceback(None)
         finally:
             static.segments.forget()
+            self._forget()
         self._recorded[shape] = recorded
         self.recordings += 1
         return recorded
@@ -148,6 +158,13 @@ class CapturedStep:
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         found = [torch.zeros_like(p) if g is None else g for p, g in zip(self._parameters, gradients, strict=True)]
         return loss.detach(), found
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error that came before all others: ending a broken recording raises one of its own."""
+    while (before := error.__context__) is not None:
+        error = before
+    return error
 
 
 def _no_memory(error: torch.OutOfMemoryError, shape: BatchShape) -> str:

@@ -50,7 +50,12 @@ class Step:
         self._model, self._about, self._loss, self._on_change = model, about, loss, on_change
         self._layers = None if self.mode == "eager" else CompiledLayers(base.get_decoder())
         self._parameters = list(parameters)
-        self._captured = CapturedStep(loss, self._parameters) if self.mode == "captured" else None
+        self._captured = None
+        if self.mode == "captured":
+            forget = (lambda: None) if self._adapters is None else self._adapters.forget
+            self._captured = CapturedStep(loss, self._parameters, forget)
+        if self._layers is not None and self._adapters is not None and _recomputes(base):
+            self._adapters.leave_last_uncompiled(base)
         self._settled = False
 
     def __call__(self, batch: Mapping[str, Any], learned: torch.Tensor | float) -> torch.Tensor:
@@ -120,6 +125,10 @@ class Step:
         self.decisions = [decision, *(one for one in self.decisions if one.name != decision.name)]
         if self._on_change is not None:
             self._on_change(decision)
+
+
+def _recomputes(base: nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in base.modules())
 
 
 def _shortened(text: str) -> str:
