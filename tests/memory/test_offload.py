@@ -501,7 +501,8 @@ def test_a_second_buffer_only_where_memory_is_free_at_the_highest_demand() -> No
             layer.input_layernorm.register_forward_pre_hook(lambda *_: depths.append(made.lane.depth))
         loss.backward()
         assert set(depths[:-1]) == {2}  # tensors have come since, so that the third buffer no longer fits
-        assert not made.notes
+        assert [(note.name, note.on) for note in made.notes] == [("reload buffers", True)]  # said once
+        assert "2 of 3" in made.notes[0].reason
 
 
 def test_host_memory_too_small_is_told_before_the_first_copy() -> None:
