@@ -18,7 +18,7 @@ NAN_BYTE = 0xFF
 class LateMark:
     def __init__(self, run: Callable[[], None], after: Iterable[Any]) -> None:
         self._run: Callable[[], None] | None = run
-        self._after = [mark for mark in after if mark is not None]
+        self.after = [mark for mark in after if mark is not None]
 
     @property
     def done(self) -> bool:
@@ -26,7 +26,7 @@ class LateMark:
 
     def wait(self) -> None:
         if self._run is not None:
-            for mark in self._after:
+            for mark in self.after:
                 mark.wait()
             run, self._run = self._run, None
             run()

@@ -251,6 +251,43 @@ def test_no_more_reloads_are_under_way_than_buffers(buffers: int) -> None:
         assert made.lane.ahead == 0
 
 
+def test_a_copy_waits_for_the_copies_it_depends_on() -> None:
+    """A reload for the copy out before it, a copy out for the reloads of who had the buffer before."""
+    model = deep()
+    with offloaded(model) as made:
+        step(model)
+        first = list(made.device.copies)
+        step(model)
+        second = made.device.copies[len(first) :]
+    outs, backs = first[: LAYERS - 1], first[LAYERS - 1 :]
+    assert [copy.after for copy in outs] == [[]] * (LAYERS - 1)
+    assert [copy.after for copy in backs] == [[out] for out in reversed(outs)]
+    assert {tuple(copy.after) for copy in second[: LAYERS - 1]} == set(zip(outs, reversed(backs), strict=True))
+
+
+def test_a_reload_nobody_wants_is_joined_before_its_buffer_goes() -> None:
+    model = deep()
+    with offloaded(model) as made:
+        loss = loss_of(model)
+        torch.autograd.grad(loss, [model.model.layers[3].mlp.up_proj.weight])
+        del loss
+        ((_, mark),) = made.lane.abandoned
+        assert not mark.done
+        loss_of(model)
+        assert mark.done
+        assert not made.lane.abandoned
+
+
+def test_a_pass_ends_where_the_first_layer_comes_again() -> None:
+    model = deep()
+    with offloaded(model):
+        losses = [loss_of(model), loss_of(model, OTHER)]
+        held = [one for one in gc.get_objects() if isinstance(one, Held)]
+        assert len(held) == 2 * LAYERS
+        assert sum(one.earlier() is None for one in held) == 2
+        torch.stack(losses).sum().backward()
+
+
 # What is given back
 
 
@@ -464,7 +501,8 @@ def test_a_second_buffer_only_where_memory_is_free_at_the_highest_demand() -> No
             layer.input_layernorm.register_forward_pre_hook(lambda *_: depths.append(made.lane.depth))
         loss.backward()
         assert set(depths[:-1]) == {2}  # tensors have come since, so that the third buffer no longer fits
-        assert not made.notes
+        assert [(note.name, note.on) for note in made.notes] == [("reload buffers", True)]  # said once
+        assert "2 of 3" in made.notes[0].reason
 
 
 def test_host_memory_too_small_is_told_before_the_first_copy() -> None:

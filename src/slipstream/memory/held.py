@@ -89,6 +89,8 @@ class Lane:
     """Bytes by which the peak lay above that in the last whole backward; None before there was one."""
     filled: "weakref.WeakSet[Held]" = field(default_factory=weakref.WeakSet)
     """Inputs whose reload has begun and that no layer has used yet."""
+    told: bool = False
+    """Whether it was said that memory allows fewer buffers than asked for."""
     leaving: deque[tuple[torch.Tensor, int, Mark]] = field(default_factory=deque)
     """Inputs being copied out, with the version they had."""
     abandoned: deque[tuple[torch.Tensor, Mark]] = field(default_factory=deque)
@@ -140,6 +142,12 @@ class Lane:
     def _fit(self, spare: int, nbytes: int) -> None:
         """``spare`` is beyond the buffers that were in use when the peak was taken."""
         self.depth = max(1, min(self.most, self.depth + spare // nbytes))
+        if self.depth < self.most and not self.told:
+            self.told = True
+            reason = (
+                f"{self.depth} of {self.most} on {self.device}: at the highest demand no memory is free for another"
+            )
+            self.decide(Decision("reload buffers", self.depth > 1, reason))
 
     def fewer(self, depth: int, nbytes: int) -> None:
         """Go on with ``depth`` buffers for good, since there was no memory for another."""
