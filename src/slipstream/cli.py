@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 EXIT_BROKEN_PIPE = 1
 EXIT_INPUT = 2
+EXIT_DOES_NOT_FIT = 3
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
@@ -48,7 +49,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on s
 
 
 def main() -> None:
-    """Run the command line: 0 done, 2 wrong input, 130 interrupted, 1 anything else (with its traceback)."""
+    """Run the command line: 0 done, 2 wrong input, 3 the plan does not fit, 130 interrupted, 1 anything else."""
     try:
         try:
             app(prog_name="slipstream")
@@ -100,6 +101,27 @@ def train(
 
 
 @app.command()
+def plan(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="Plan for this device, e.g. h200, or for a file that doctor --json wrote there."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict memory and time without training; exit code 3 where it does not fit."""
+    with _output(as_json) as emit:
+        checked = _recipe(recipe, overrides)
+        from slipstream.plan import command
+
+        document, fits = command.plan(checked, device=device, console=_console(stderr=as_json))
+        emit(document)
+    if not fits:
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+@app.command()
 def data(
     recipe: RecipeArgument,
     overrides: SetOption = None,
@@ -115,12 +137,15 @@ def data(
 
 
 @app.command()
-def doctor(as_json: JsonOption = False) -> None:
+def doctor(
+    as_json: JsonOption = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure the device's ceilings again.")] = False,
+) -> None:
     """Show what this machine offers, and why not."""
     with _output(as_json) as emit:
         from slipstream import doctor as examination
 
-        report = examination.report()
+        report = examination.report(fresh=fresh)
         examination.show(report, _console(stderr=as_json))
         emit(report)
 
@@ -239,6 +264,31 @@ def bench_offload(
             cap=cap,
         )
         result, last_line = offload_command.run(asked, _console(stderr=as_json), out=out, csv=csv)
+        emit(result)
+    if not as_json:
+        print(json.dumps(last_line))
+
+
+@bench_app.command("step")
+def bench_step(
+    as_json: JsonOption = False,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Append the modes' times to this CSV file.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")] = None,
+    shape: Annotated[str | None, typer.Option("--shape", help="Shapes of models, separated by commas.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", help="Tokens of the row.")] = None,
+    activations: Annotated[str, typer.Option("--activations", help="keep, recompute, offload or auto.")] = "keep",
+    mode: Annotated[str | None, typer.Option("--mode", help="eager, compiled, captured; separated by commas.")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", min=2, help="Timed rounds of all modes.")] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="Fewer layers than the shapes have.")] = None,
+) -> None:
+    """Whole steps, eager, compiled and captured, beside the time that their matrix products take at best."""
+    with _output(as_json) as emit:
+        from slipstream.bench import step_command
+
+        asked = step_command.options(
+            shape=shape, tokens=tokens, activations=activations, mode=mode, rounds=rounds, layers=layers
+        )
+        result, last_line = step_command.run(asked, _console(stderr=as_json), out=out, csv=csv)
         emit(result)
     if not as_json:
         print(json.dumps(last_line))

@@ -34,18 +34,26 @@ from slipstream.device.feed import PackedCollator, PaddedCollator
 from slipstream.errors import InputError
 from slipstream.model.load import check_context, load_tokenizer
 from slipstream.model.lora import trainable_summary
-from slipstream.prepare import Rows, build_model, data_record, prepare_rows, quiet_libraries
+from slipstream.model.quantize import check_quantize, quantize_decisions
+from slipstream.plan.facts import this_machine
+from slipstream.plan.prediction import Taken
+from slipstream.plan.record import plan_line, run_plan
+from slipstream.prepare import Rows, build_model, data_record, planned_steps, prepare_rows, quiet_libraries
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
-from slipstream.train.arguments import KeepBest, check_schedule, check_trackers, training_arguments
+from slipstream.train.arguments import KeepBest, check_optimizer, check_schedule, check_trackers, training_arguments
 from slipstream.train.checkpoint import checkpoint_step, last_checkpoint
 from slipstream.train.divergence import StopOnDivergence
 from slipstream.train.interrupt import StopRequest
+from slipstream.train.optimizers import choose_optimizer
 from slipstream.train.progress import ProgressBar, clock
 from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
 from slipstream.train.run_folder import discard, full_disk_told, publish, staging_for
+from slipstream.train.timeline import FILE as TIMELINE
+from slipstream.train.timeline import StepTimeline
+from slipstream.train.trackers import tracker_callbacks
 from slipstream.train.trainer import Trainer
-from slipstream.transform import Options, apply, decisions, restore, tell_later_decisions
+from slipstream.transform import Options, applied, apply, decisions, restore, tell_later_decisions
 from slipstream.versions import SLIPSTREAM, library_versions
 
 FREE_TO_CHANGE = {"output", "train.steps", "train.epochs", "train.eval_every", "train.save_every", "train.keep"}
@@ -81,6 +89,8 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
     """Fine-tune as ``recipe`` says. Raises ``InputError`` before anything is trained where it can't be done."""
     _refuse_several_processes()
     check_trackers(recipe.train)
+    check_quantize(recipe.load.quantize, has_card=torch.cuda.is_available())
+    check_optimizer(recipe.train)
     quiet_libraries()
     with RunFolder.claimed(Path(recipe.output), resume=resume) as folder:
         checkpoint = _checkpoint_to_resume(folder, recipe, console) if resume else None
@@ -92,6 +102,7 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
 def _prepared(recipe: Recipe, folder: RunFolder, console: Console) -> tuple["_Training", torch.dtype]:
     """Stages 2 to 4: everything that comes before the first step, and the dtype to compute in."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = this_machine()  # its ceilings are measured, if they never were, while the device is empty
     tokenizer = load_tokenizer(recipe.model, recipe.load)
     train_rows = prepare_rows(recipe, recipe.data.train, tokenizer, console)
     eval_rows = prepare_rows(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
@@ -114,19 +125,16 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console) -> tuple["_Tr
     apply(model, options)
     longest = max(int(rows.tokenised.lengths.max()) for rows in (train_rows, eval_rows) if rows is not None)
     context = check_context(model.config, longest, "data.max_length")
-    decided = [*run_decisions(recipe, model), *([] if context is None else [context])]
+    decided = [*run_decisions(recipe, model), *quantize_decisions(model), *([] if context is None else [context])]
     for decision in decided:
         console.print(f"  {decision}")
-    record = describe_run(recipe, model, device, train_rows, eval_rows, decided)
+    sets = (train_rows.tokenised, None if eval_rows is None else eval_rows.tokenised)
+    hung = applied(model)
+    taken = Taken() if hung is None else Taken(hung.attention, hung.split)
+    predicted = run_plan(recipe, target, sets, taken)
+    console.print(f"  {plan_line(predicted)}")
+    record = {**describe_run(recipe, model, device, train_rows, eval_rows, decided), "plan": predicted}
     return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record), autocast
-
-
-def planned_steps(recipe: Recipe, rows: int) -> int:
-    """Optimizer steps of a run over ``rows`` packed rows (documents, where packing is off), as the trainer counts."""
-    if recipe.train.steps is not None:
-        return recipe.train.steps
-    updates = math.ceil(math.ceil(rows / recipe.packing.rows) / recipe.train.accumulate)
-    return math.ceil(recipe.train.epochs * updates)
 
 
 def run_decisions(recipe: Recipe, model: nn.Module) -> list[Decision]:
@@ -211,13 +219,15 @@ class _Training:
             eval_dataset=None if self.eval_rows is None else self.eval_rows.rows,
             processing_class=self.tokenizer,
             compute_dtype=None if autocast == torch.float32 else autocast,
+            optimizer_cls_and_kwargs=choose_optimizer(recipe.train, self.model),
             step_log=self.step_log,
             on_eval=self._record_eval,
             mode=recipe.train.mode,
             on_decision=self._decided,
-            callbacks=[KeepBest(), self.stop],
+            callbacks=[KeepBest(), self.stop, *([StepTimeline(self.folder.path)] if torch.cuda.is_available() else [])],
         )
-        for watcher in (ProgressBar(self.console, self.step_log), self.divergence):  # after the step is recorded
+        trackers = tracker_callbacks(recipe.train, self.folder.path)
+        for watcher in (ProgressBar(self.console, self.step_log), self.divergence, *trackers):  # after the records
             trainer.add_callback(watcher)
         trainer.remove_callback(PrinterCallback)
         return trainer
@@ -269,7 +279,7 @@ class _Training:
 
     def _forget(self) -> None:
         """Leave the folder empty: nothing was trained, and the same command may start again."""
-        for place in (self.folder.run_json, self.folder.steps, self.folder.evals):
+        for place in (self.folder.run_json, self.folder.steps, self.folder.evals, self.folder.path / TIMELINE):
             place.unlink(missing_ok=True)
         discard(self.folder.checkpoints)
         self.console.print("interrupted before a checkpoint was saved: nothing is kept; start again")
