@@ -54,6 +54,8 @@ def mixture(family: str, dtype: torch.dtype = torch.bfloat16, **overrides: Any) 
         for name, parameter in model.named_parameters():
             if "experts" in name or not parameter.any():
                 parameter.normal_(0, 0.1)
+            if name.endswith(("gate.weight", "router.weight")):
+                parameter.normal_(0, 0.3)  # few near-ties, which rounding would decide one way or the other
     return model.train()
 
 
@@ -192,7 +194,7 @@ def test_a_packed_step_never_waits_and_equals_the_reference(family: str, activat
     for arm in ("grouped", "loop"):
         assert losses[arm] == pytest.approx(losses["where"], rel=0.02)
         found = torch.cat([gradients[arm][name].flatten() for name in gradients["where"]])
-        assert (found - whole).norm() / whole.norm() < 0.2  # near-ties between experts fall either way
+        assert (found - whole).norm() / whole.norm() < 0.2
 
 
 def test_whole_training_steps_do_not_sync(tmp_path: Path) -> None:

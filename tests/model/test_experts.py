@@ -223,3 +223,24 @@ def test_products_agree_and_frozen_matrices_get_no_gradient(transposed: bool, fr
     for way, found in zip(ways, gradients, strict=True):
         torch.testing.assert_close(way, expected)
         torch.testing.assert_close(found, theirs)
+
+
+def test_kernels_that_leave_idle_experts_as_the_memory_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As grouped products do on some cards, where a CPU's write zeros."""
+    product = torch.nn.functional.grouped_mm
+    poisoned = 0
+
+    def kernel(left: torch.Tensor, right: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        nonlocal poisoned
+        out = product(left, right, offs=offs)
+        if left.ndim == right.ndim == 2:
+            out[torch.diff(offs, prepend=offs.new_zeros(1)) == 0] = float("nan")
+            poisoned += 1
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", kernel)
+    module = module_of("gpt_oss", num_local_experts=8)
+    found = computed(grouped_experts, module, choices(30, 2, 8, [1, 4, 6]), torch.float32)
+    assert poisoned == 4  # two stacks of matrices, two of biases
+    assert all(value.isfinite().all() for value in found.values())
+    assert not found["down_proj"][[0, 2, 3, 5, 7]].any()

@@ -4,8 +4,9 @@ Every arm of a part works on one model instance; switching happens in its ``prep
 matrices, as under adapters, and gradients go to their input and their router.
 
 Differences are relative to the norm. A layer's arms differ by rounding alone. In a whole step of half precision that
-rounding decides a few near-ties between experts otherwise, layer after layer, so the limit there is wide: it tells a
-wrong result, which is as far away as the gradient is long, not a rounded one.
+rounding decides near-ties between experts otherwise, layer after layer (with random routers a few tokens in a hundred),
+so the limit there is wide: it tells a result of something else, which is as far away as the gradient is long. That the
+arms compute the same is proven on the layer.
 """
 
 import gc
@@ -39,7 +40,7 @@ LAYER_ARMS: Mapping[str, ExpertsForward] = MappingProxyType(
     {REFERENCE: where_experts, SORTED: looped_experts, GROUPED: grouped_experts}
 )
 LAYER_LIMIT: Mapping[torch.dtype, float] = MappingProxyType({torch.float32: 1e-4, torch.bfloat16: 0.05})
-STEP_LIMIT: Mapping[torch.dtype, float] = MappingProxyType({torch.float32: 1e-3, torch.bfloat16: 0.5})
+STEP_LIMIT: Mapping[torch.dtype, float] = MappingProxyType({torch.float32: 1e-3, torch.bfloat16: 1.0})
 REPEATS = 10
 """Routings, or passes through a layer, in one timed part: one alone is about as long as its launches vary."""
 WARMUP = 2
