@@ -126,7 +126,7 @@ def _why_not_auto(now: Situation) -> str | None:
 
 def _cheapest(now: Situation) -> Chosen:
     demand = demand_of(now)
-    free = (free_on(now.device) if now.free_bytes is None else now.free_bytes) - now.pending_bytes
+    free = max(0, (free_on(now.device) if now.free_bytes is None else now.free_bytes) - now.pending_bytes)
     usable = int(MARGIN * free)
     not_offload = _why_not_auto(now)
     found = cheapest_split(demand, usable, now.host_bytes, offload=not_offload is None)
