@@ -128,5 +128,7 @@ def quiet_libraries() -> None:
     transformers.utils.logging.set_verbosity_error()
     # peft asks for a property that newer transformers have renamed; nothing a user could do about it
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-    # and it looks for the configuration of a GGUF base beside the file; the vocabulary is known not to have changed
+    # accelerate passes on an argument of DistributedDataParallel that the newest torch has renamed
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+    # and peft looks for the configuration of a GGUF base beside the file; the vocabulary is known not to have changed
     warnings.filterwarnings("ignore", message=r"Could not find a config file in .*", category=UserWarning)

@@ -10,20 +10,20 @@
 
 import hashlib
 import math
-import os
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
-from transformers import PrinterCallback
+from transformers import PrinterCallback, set_seed
 
 from slipstream.cost.hardware import compute_dtype, describe
 from slipstream.data.learn import use_template
@@ -37,19 +37,19 @@ from slipstream.model.lora import trainable_summary
 from slipstream.prepare import Rows, build_model, data_record, prepare_rows, quiet_libraries
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
+from slipstream.resume import checkpoint_to_resume
 from slipstream.train.arguments import KeepBest, check_schedule, check_trackers, training_arguments
-from slipstream.train.checkpoint import checkpoint_step, last_checkpoint
+from slipstream.train.checkpoint import checkpoint_step
 from slipstream.train.divergence import StopOnDivergence
 from slipstream.train.interrupt import StopRequest
 from slipstream.train.progress import ProgressBar, clock
+from slipstream.train.ranks import Ranks
 from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
 from slipstream.train.run_folder import discard, full_disk_told, publish, staging_for
+from slipstream.train.sharding import is_divided, whole_weights
 from slipstream.train.trainer import Trainer
 from slipstream.transform import Options, apply, decisions, restore
 from slipstream.versions import SLIPSTREAM, library_versions
-
-FREE_TO_CHANGE = {"output", "train.steps", "train.epochs", "train.eval_every", "train.save_every", "train.keep"}
-"""Recipe keys that may differ when a run is resumed. A changed length changes the learning rates from there on."""
 
 
 @dataclass(frozen=True)
@@ -78,46 +78,78 @@ class RunSummary:
 
 
 def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
-    """Fine-tune as ``recipe`` says. Raises ``InputError`` before anything is trained where it can't be done."""
-    _refuse_several_processes()
-    check_trackers(recipe.train)
-    quiet_libraries()
-    with RunFolder.claimed(Path(recipe.output), resume=resume) as folder:
-        checkpoint = _checkpoint_to_resume(folder, recipe, console) if resume else None
-        with StopRequest.termination_interrupts():
-            training, autocast = _prepared(recipe, folder, console)
-        return training.run(checkpoint, autocast)
+    """Fine-tune as ``recipe`` says. Raises ``InputError`` before anything is trained where it can't be done.
+
+    Started as several processes (``torchrun``, ``accelerate launch``) they train one model together; only the first
+    prints and writes, and what is wrong on one ends all.
+    """
+    with Ranks.joined() as ranks:
+        console = console if ranks.first else Console(quiet=True)
+        with ranks.together():
+            check_trackers(recipe.train)
+        quiet_libraries()
+        same = "start all processes with the same recipe, --set and --resume"
+        ranks.agree("the recipe", repr((recipe, resume)), same)
+        with _claimed(recipe, ranks, resume) as folder:
+            checkpoint = None
+            if resume:
+                find = partial(checkpoint_to_resume, folder, recipe, console, processes=ranks.count)
+                checkpoint = ranks.shared(find)
+            with StopRequest.termination_interrupts():
+                training, autocast = _prepared(recipe, folder, console, ranks)
+            return training.run(checkpoint, autocast)
 
 
-def _prepared(recipe: Recipe, folder: RunFolder, console: Console) -> tuple["_Training", torch.dtype]:
+@contextmanager
+def _claimed(recipe: Recipe, ranks: Ranks, resume: bool) -> Iterator[RunFolder]:
+    """The run's folder, claimed by the first rank for all."""
+    folder = RunFolder(Path(recipe.output))
+    with ExitStack() as held:
+        with ranks.together():
+            if ranks.first:
+                held.enter_context(RunFolder.claimed(folder.path, resume=resume))
+        yield folder
+
+
+def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks) -> tuple["_Training", torch.dtype]:
     """Stages 2 to 4: everything that comes before the first step, and the dtype to compute in."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = load_tokenizer(recipe.model, recipe.load)
-    train_rows = prepare_rows(recipe, recipe.data.train, tokenizer, console)
-    eval_rows = prepare_rows(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
-    use_template(tokenizer, recipe.data.chat_template)
-
-    check_schedule(recipe.train, planned_steps(recipe, len(train_rows.rows)))
+    tokenizer = ranks.in_turn(lambda: load_tokenizer(recipe.model, recipe.load))
+    train_rows = ranks.in_turn(lambda: prepare_rows(recipe, recipe.data.train, tokenizer, console))
+    eval_rows = None
+    if held_out := recipe.data.eval:
+        eval_rows = ranks.in_turn(lambda: prepare_rows(recipe, held_out, tokenizer, console))
+    with ranks.together():
+        use_template(tokenizer, recipe.data.chat_template)
+        check_schedule(recipe.train, planned_steps(recipe, len(train_rows.rows), ranks.count))
 
     console.print(f"loading {recipe.model}")
-    model = build_model(recipe, device)
+    model = ranks.in_turn(lambda: build_model(recipe, device))
     autocast: torch.dtype = getattr(torch, compute_dtype(describe(device)))
-    tokens = recipe.packing.tokens * recipe.packing.rows
-    apply(model, Options(activations=recipe.memory.activations, tokens=tokens, compute_dtype=autocast))
-    longest = max(int(rows.tokenised.lengths.max()) for rows in (train_rows, eval_rows) if rows is not None)
-    context = check_context(model.config, longest, "data.max_length")
-    decided = [*run_decisions(recipe, model), *([] if context is None else [context])]
+    with ranks.together():
+        decided = _applied(recipe, model, autocast, [rows for rows in (train_rows, eval_rows) if rows is not None])
     for decision in decided:
         console.print(f"  {decision}")
     record = describe_run(recipe, model, device, train_rows, eval_rows, decided)
-    return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record), autocast
+    record["processes"] = ranks.count
+    ranks.agree("the tokenised data", repr(record["rows"]), "give all processes the same files and data set caches")
+    return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record, ranks), autocast
 
 
-def planned_steps(recipe: Recipe, rows: int) -> int:
+def _applied(recipe: Recipe, model: nn.Module, autocast: torch.dtype, sets: list[Rows]) -> list[Decision]:
+    """Apply to ``model`` what fits it, and give every decision about it."""
+    tokens = recipe.packing.tokens * recipe.packing.rows
+    apply(model, Options(activations=recipe.memory.activations, tokens=tokens, compute_dtype=autocast))
+    longest = max(int(rows.tokenised.lengths.max()) for rows in sets)
+    context = check_context(model.config, longest, "data.max_length")
+    return [*run_decisions(recipe, model), *([] if context is None else [context])]
+
+
+def planned_steps(recipe: Recipe, rows: int, processes: int = 1) -> int:
     """Optimizer steps of a run over ``rows`` packed rows (documents, where packing is off), as the trainer counts."""
     if recipe.train.steps is not None:
         return recipe.train.steps
-    updates = math.ceil(math.ceil(rows / recipe.packing.rows) / recipe.train.accumulate)
+    updates = math.ceil(math.ceil(rows / (recipe.packing.rows * processes)) / recipe.train.accumulate)
     return math.ceil(recipe.train.epochs * updates)
 
 
@@ -142,32 +174,45 @@ class _Training:
         eval_rows: Rows | None,
         console: Console,
         record: dict[str, Any],
+        ranks: Ranks,
     ) -> None:
         self.recipe, self.folder, self.model, self.tokenizer = recipe, folder, model, tokenizer
         self.train_rows, self.eval_rows, self.console, self.record = train_rows, eval_rows, console, record
-        self.step_log, self.eval_log = StepLog(folder.steps), EvalLog(folder.evals)
+        self.ranks = ranks
+        self.step_log, self.eval_log = StepLog(folder.steps if ranks.first else None), EvalLog(folder.evals)
         self.last_eval_step: int | None = None
         self.complete = False
-        self.stop, self.divergence = StopRequest(), StopOnDivergence(self.step_log)
+        self.stop, self.divergence = StopRequest(ranks), StopOnDivergence(self.step_log, ranks)
 
     def run(self, checkpoint: Path | None, autocast: torch.dtype) -> RunSummary:
         """Train to the end or to the first signal, and leave everything in the run folder."""
         trainer = self._trainer(autocast)
+<<<<<<< HEAD
         self._decided(trainer.batch_loss.decision)
+=======
+        for decision in (trainer.loss_decision, trainer.ranks_decision(), trainer.sharding_decision):
+            if decision is not None:
+                self.console.print(f"  {decision}")
+                self.record["decisions"].append(asdict(decision))
+>>>>>>> c8064d5 (train.sharding: fsdp2 divides weights, gradients and optimizer state over the ranks)
         if checkpoint is not None:
-            self._go_on(checkpoint)
-        self.folder.write_run(self.record)
+            before = checkpoint
+            self.last_eval_step = self.ranks.shared(lambda: self._go_on(before))
+        if self.ranks.count > 1:
+            set_seed((self.recipe.train.seed + self.ranks.index) % 2**32)  # dropout of their own; a checkpoint keeps it
+        self._write_run()
         began = time.perf_counter()
         with full_disk_told(self.folder.path), self._outcome_recorded(), self.stop.listening():
             if self.eval_rows is not None and checkpoint is None:
                 self.record["eval_before"] = self._evaluate(trainer, "before training")
-                self.folder.write_run(self.record)  # a run killed outright has it when it goes on
+                self._write_run()  # a run killed outright has it when it goes on
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-            self.divergence.raise_if_found()
+            with self.ranks.together():
+                self.divergence.raise_if_found()
             seconds = time.perf_counter() - began
-            if self.stop.signal is None:
+            if not self.stop.came():
                 self._complete(trainer)
-        return self._finish(trainer, seconds)
+        return self.ranks.shared(lambda: self._finish(trainer, seconds))
 
     def _decided(self, decision: Decision) -> None:
         """Tell a decision and keep it; a later one of the same name takes the place of the one before."""
@@ -201,6 +246,7 @@ class _Training:
             eval_dataset=None if self.eval_rows is None else self.eval_rows.rows,
             processing_class=self.tokenizer,
             compute_dtype=None if autocast == torch.float32 else autocast,
+            sharding=recipe.train.sharding,
             step_log=self.step_log,
             on_eval=self._record_eval,
             mode=recipe.train.mode,
@@ -212,7 +258,12 @@ class _Training:
         trainer.remove_callback(PrinterCallback)
         return trainer
 
-    def _go_on(self, checkpoint: Path) -> None:
+    def _write_run(self) -> None:
+        if self.ranks.first:
+            self.folder.write_run(self.record)
+
+    def _go_on(self, checkpoint: Path) -> int | None:
+        """Take up the records of the run's first part; gives the step of the last evaluation."""
         step = checkpoint_step(checkpoint)
         before = self.folder.read_run()
         for key in ("started", "eval_before"):
@@ -224,8 +275,8 @@ class _Training:
             )
         self.step_log.resume(step)
         self.eval_log.resume(step)
-        self.last_eval_step = max((record.step for record in read_records(self.folder.path).evals), default=None)
         self.console.print(f"going on from step {step:,} ({checkpoint})")
+        return max((record.step for record in read_records(self.folder.path).evals), default=None)
 
     def _evaluate(self, trainer: Trainer, when: str) -> float:
         loss = float(trainer.evaluate()["eval_loss"])
@@ -233,7 +284,8 @@ class _Training:
         return loss
 
     def _record_eval(self, record: EvalRecord) -> None:
-        self.eval_log.append(record)
+        if self.ranks.first:
+            self.eval_log.append(record)
         self.last_eval_step = record.step
         if record.step:
             self.console.print(f"held-out loss after step {record.step:,}: {record.loss:.4f}")
@@ -252,10 +304,15 @@ class _Training:
             if self.divergence.found is not None:
                 outcome = "diverged"
             self.record.update(outcome=outcome, finished=_now())
-            if outcome == "interrupted" and not any(self.folder.checkpoints.glob("checkpoint-*")):
-                self._forget()
-            else:
-                self.folder.write_run(self.record)
+            if self.ranks.first:
+                self._record_outcome()
+
+    def _record_outcome(self) -> None:
+        interrupted = self.record["outcome"] == "interrupted"
+        if interrupted and not any(self.folder.checkpoints.glob("checkpoint-*")):
+            self._forget()
+        else:
+            self.folder.write_run(self.record)
 
     def _forget(self) -> None:
         """Leave the folder empty: nothing was trained, and the same command may start again."""
@@ -293,14 +350,17 @@ class _Training:
         return summary
 
     def _save_result(self) -> None:
+        restore(self.model)
+        weights = whole_weights(self.model) if is_divided(self.model) else None
+        if not self.ranks.first:
+            return
         lora = self.recipe.adapter.kind == "lora"
         target = self.folder.adapter if lora else self.folder.model
-        restore(self.model)
         staged = staging_for(target)
         staged.mkdir(parents=True, exist_ok=True)
         if lora:
             (staged / "README.md").write_text(self._model_card(), encoding="utf-8")  # peft fills its header
-        self.model.save_pretrained(staged)
+        self.model.save_pretrained(staged, state_dict=weights)
         self.tokenizer.save_pretrained(staged)
         publish(target)
         self.console.print(f"{'adapter' if lora else 'model'} saved in {target}")
@@ -381,42 +441,6 @@ def rows_digest(rows: Rows) -> str:
         document = documents[index]
         digest.update(repr((document["input_ids"], document["labels"])).encode())
     return digest.hexdigest()[:32]
-
-
-def _checkpoint_to_resume(folder: RunFolder, recipe: Recipe, console: Console) -> Path:
-    run = folder.read_run()
-    before, now = _flat(run["recipe"]), _flat(recipe.to_dict())
-    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    refused = [key for key in changed if key not in FREE_TO_CHANGE]
-    if refused:
-        key = refused[0]
-        raise InputError(
-            f"{key} was {before.get(key)!r} when the run in '{folder.path}' began and is {now.get(key)!r} now; "
-            f"a resumed run must learn from the same things: set it back, or start another run with another output"
-        )
-    if run.get("outcome") == "finished" and not {"train.steps", "train.epochs"}.intersection(changed):
-        raise InputError(
-            f"the run in '{folder.path}' is finished; nothing is left to do: raise train.steps or train.epochs to "
-            f"train on, or start another run with another output"
-        )
-    folder.clean()
-    return last_checkpoint(folder.checkpoints, console.print)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and key != "fields":
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def _refuse_several_processes() -> None:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        raise InputError(f"started as {world} processes > 1; slipstream train runs on one device for now: start one")
 
 
 def _now() -> str:
