@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-import slipstream.data.tokens
 import slipstream.run
 from killed import at_call, die
 from slipstream import InputError, Trainer
+from slipstream.data.chunks import ChunkMaker
 from slipstream.errors import ToldElsewhereError
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.train.records import read_records
@@ -133,14 +133,14 @@ def counted(folder: Path) -> Arm:
     """Each rank leaves a file for each time that it tokenises a row."""
 
     def arm() -> None:
-        inner = slipstream.data.tokens._Maker._rendered
+        inner = ChunkMaker._rendered
 
         def rendered(maker: Any, row: Any) -> Any:
             with (folder / f"rendered.{os.environ['RANK']}").open("a") as file:
                 file.write(f"{row.number}\n")
             return inner(maker, row)
 
-        slipstream.data.tokens._Maker._rendered = rendered  # type: ignore[method-assign]
+        ChunkMaker._rendered = rendered  # type: ignore[method-assign]
 
     return arm
 
