@@ -4,8 +4,9 @@
 ``train`` learns from.
 """
 
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,16 +17,20 @@ import numpy.typing as npt
 import torch
 import transformers
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 from slipstream.data.account import counted
-from slipstream.data.packing import PackingReport, pack, pack_dataset
-from slipstream.data.tokens import TokenisedSet, tokenise
+from slipstream.data.packing import PackingReport, pack_dataset, packed
+from slipstream.data.tokens import Progress, TokenisedSet, tokenise
 from slipstream.errors import InputError
 from slipstream.model.load import load_model
 from slipstream.model.lora import add_adapter
 from slipstream.recipe import Recipe
 from slipstream.report.numbers import percent_text
 from slipstream.transform import packing_decision
+
+LINE_EVERY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -61,13 +66,35 @@ def _files_line(files: tuple[str, ...]) -> str:
 
 
 @contextmanager
-def _status(source: str, console: Console) -> Iterator[Callable[[int], None]]:
-    """A status line on a terminal, and what sets the number of rows in it."""
+def _status(source: str, console: Console) -> Iterator[Progress]:
+    """A progress bar on a terminal, a line now and then elsewhere; and what tells it how many rows are read."""
     if not console.is_terminal:
-        yield lambda rows: None
+        yield _lines(source, console)
         return
-    with console.status(f"reading {source}") as status:
-        yield lambda rows: status.update(f"reading {source}: {counted(rows, 'row')}")
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rows]}"), TimeRemainingColumn())
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(f"reading {source}", total=None, rows="")
+
+        def tell(rows: int, total: int | None) -> None:
+            bar.update(task, completed=rows, total=total, rows=_of(rows, total))
+
+        yield tell
+
+
+def _lines(source: str, console: Console) -> Progress:
+    """Tells how far reading is, at most every ten seconds."""
+    last = [time.monotonic()]
+
+    def tell(rows: int, total: int | None) -> None:
+        if time.monotonic() - last[0] > LINE_EVERY_SECONDS:
+            last[0] = time.monotonic()
+            console.print(f"reading {source}: {_of(rows, total)}")
+
+    return tell
+
+
+def _of(rows: int, total: int | None) -> str:
+    return counted(rows, "row") if total is None else f"{rows:,} of {counted(total, 'row')}"
 
 
 def _packed(
@@ -77,9 +104,9 @@ def _packed(
     options, seed = recipe.packing, recipe.train.seed
     if not options.enabled:
         return tokenised.documents, PackingReport.unpacked(lengths, options.rows, options.tokens)
-    packed = pack(lengths, options.tokens, seed=seed, window=options.window)
     rows = pack_dataset(tokenised.documents, options.tokens, seed=seed, window=options.window)
-    return rows, PackingReport.of(lengths, packed, options.tokens)
+    same = packed(lengths, options.tokens, seed=seed, window=options.window)
+    return rows, PackingReport.of(lengths, same, options.tokens)
 
 
 def _packing_line(report: PackingReport, batch: int) -> str:

@@ -33,6 +33,9 @@ _FORMAT = 1
 """Raised whenever documents come out differently for the same input; it is part of the cache key."""
 
 
+Progress = Callable[[int, int | None], None]
+
+
 @dataclass(frozen=True)
 class TokenisedSet:
     """The documents of one source."""
@@ -55,18 +58,19 @@ def tokenise(
     tokenizer: Any,
     *,
     max_length: int,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
     cache_dir: Path | None = None,
 ) -> TokenisedSet:
     """The rows of ``source`` as documents of at most ``max_length`` tokens.
 
-    ``progress`` is called with the number of rows read so far (not at all where the cache has the documents).
+    ``progress`` is called with the number of rows read so far and of all, None where only reading them tells (not at
+    all where the cache has the documents).
     ``cache_dir`` takes the place of the `datasets` cache. Raises `InputError`: source missing or empty, format not
     recognised, bad or overlong rows that the options don't allow, no document left, disk full.
     """
     if max_length < 2:
         raise InputError(f"data.max_length is {max_length}; at least 2, since the first token has nothing before it")
-    rows = read_rows(source)
+    rows = read_rows(source, stream=options.stream)
     first = next((row for row in rows if row.fields is not None), None)
     if first is None:
         raise InputError(f"{source}: no row can be read; the first fault: {next(iter(rows)).fault}")
@@ -98,7 +102,7 @@ def _key(rows: Rows, name: str, options: DataOptions, renderer: Renderer, max_le
 class _Maker:
     """Puts the chunks of one source together and keeps the books."""
 
-    def __init__(self, make: ChunkMaker, progress: Callable[[int], None] | None) -> None:
+    def __init__(self, make: ChunkMaker, progress: Progress | None) -> None:
         self.make, self.progress, self.total = make, progress, Made()
 
     def batches(self, rows: Rows, note: dict[str, Any]) -> Iterator[pa.RecordBatch]:
@@ -107,7 +111,7 @@ class _Maker:
             self.total.add(made)
             yield made.batch
             if self.progress is not None:
-                self.progress(self.total.rows)
+                self.progress(self.total.rows, rows.count)
         self._refuse()
         note.update(self.total.books.closed().as_json())
 
