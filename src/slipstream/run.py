@@ -187,14 +187,9 @@ class _Training:
     def run(self, checkpoint: Path | None, autocast: torch.dtype) -> RunSummary:
         """Train to the end or to the first signal, and leave everything in the run folder."""
         trainer = self._trainer(autocast)
-<<<<<<< HEAD
-        self._decided(trainer.batch_loss.decision)
-=======
-        for decision in (trainer.loss_decision, trainer.ranks_decision(), trainer.sharding_decision):
+        for decision in (trainer.batch_loss.decision, trainer.ranks_decision(), trainer.sharding_decision):
             if decision is not None:
-                self.console.print(f"  {decision}")
-                self.record["decisions"].append(asdict(decision))
->>>>>>> c8064d5 (train.sharding: fsdp2 divides weights, gradients and optimizer state over the ranks)
+                self._decided(decision)
         if checkpoint is not None:
             before = checkpoint
             self.last_eval_step = self.ranks.shared(lambda: self._go_on(before))
