@@ -1,13 +1,17 @@
-"""Whole training steps: Slipstream's trainer beside transformers + TRL + Liger, on the same documents.
+"""Whole training steps: Slipstream's trainer beside transformers + TRL + Liger and Unsloth, on the same documents.
 
     python benchmarks/bench_train_step.py --model qwen3-0.6b --tokens 4096 --rounds 3
+    python benchmarks/bench_train_step.py --model qwen3-8b --tokens 8192 --checkpointing --arms slipstream,unsloth
     python benchmarks/bench_train_step.py --model path/to/model --data alpaca.json --tokens 4096
 
-Each arm runs in a process of its own, since Liger replaces functions of the model's module for the whole process; the
-arms take turns, ``--rounds`` times. Both trainers are timed by the same callback, which synchronises at each step's
-begin and end; loader, clipping, optimizer and scheduler lie inside. Without ``--data`` the documents have random tokens
-and lognormal lengths (mean about 250) that fill every row exactly; with it they are the tokenised rows of the file.
-Weights are random for a named shape. Writes JSON (``--out``) and prints a table.
+Each arm runs in a process of its own, since Liger and Unsloth replace functions for the whole process; the arms take
+turns, ``--rounds`` times. All trainers are timed by the same callback: an event on the device's stream at the end of
+each step, so that nobody is made to wait; loader, clipping, optimizer and scheduler lie inside.
+``slipstream:eager`` (or ``compiled``, ``captured``) names a mode, ``unsloth:offload`` its offloaded checkpointing.
+
+Without ``--data`` the documents have random tokens and lognormal lengths (mean about 250) that fill every row exactly;
+with it they are the tokenised rows of the file. Weights are random for a named shape. Writes JSON (``--out``) and
+prints a table.
 """
 
 import argparse
@@ -25,8 +29,16 @@ from pathlib import Path
 
 from slipstream.bench.shapes import SHAPES
 
-ARMS = ("slipstream", "trl+liger")
-WARM_UP = 5
+ARMS = {
+    "slipstream": "auto",
+    "slipstream:eager": "eager",
+    "slipstream:compiled": "compiled",
+    "slipstream:captured": "captured",
+    "trl+liger": "",
+    "unsloth": "",
+    "unsloth:offload": "",
+}
+WARM_UP = 6
 
 
 def main() -> None:
@@ -36,12 +48,17 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no CUDA device: this benchmark compares training steps on a card, and is left out here")
         return
+    if options.save:
+        save_model(options)
+        return
     if options.arm:
         print("RESULT " + json.dumps(run_arm(options)))
         return
     results = []
+    if options.model in SHAPES and any(arm.startswith("unsloth") for arm in options.arms.split(",")):
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--save"], check=True)
     for round_number in range(options.rounds):
-        for arm in ARMS:
+        for arm in options.arms.split(","):
             results.append({"round": round_number, **run_child(arm)})
             print_row(results[-1])
     document = {
@@ -69,7 +86,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--attention", default="auto", help="Slipstream's attention choice")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--out")
+    parser.add_argument("--arms", default="slipstream,trl+liger", help=f"separated by commas: {', '.join(ARMS)}")
+    parser.add_argument("--folder", default="/dev/shm/slipstream-bench", help="where weights for Unsloth are put")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--save", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -83,13 +103,17 @@ def run_child(arm: str) -> dict:
 
 
 def run_arm(options: argparse.Namespace) -> dict:
+    if options.arm.startswith("unsloth"):
+        import unsloth  # noqa: F401  # before transformers, which it changes
     import torch
 
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch:
-        trainer, times, counts = {"slipstream": slipstream_arm, "trl+liger": trl_arm}[options.arm](options, scratch)
+        began = time.perf_counter()
+        trainer, timer, counts = made(options, scratch)
         torch.cuda.reset_peak_memory_stats()
         trainer.train()
+    times, first = timer.seconds(), timer.first - began
     steady = times[WARM_UP:]
     tokens = statistics.mean(counts) if counts else options.tokens
     return {
@@ -100,8 +124,17 @@ def run_arm(options: argparse.Namespace) -> dict:
         "tokens_a_step": round(tokens),
         "tokens_per_second": round(tokens / statistics.median(steady)),
         "peak_memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3),
+        "first_step_seconds": round(first, 1),
         "times_ms": [round(t * 1e3, 1) for t in times],
+        **({"decisions": trainer.told} if hasattr(trainer, "told") else {}),
     }
+
+
+def made(options: argparse.Namespace, scratch: str):
+    """The arm's trainer, its clock, and the tokens of its rows where these differ."""
+    if options.arm.startswith("unsloth"):
+        return unsloth_arm(options, scratch)
+    return trl_arm(options, scratch) if options.arm == "trl+liger" else slipstream_arm(options, scratch)
 
 
 def slipstream_arm(options: argparse.Namespace, scratch: str):
@@ -115,16 +148,19 @@ def slipstream_arm(options: argparse.Namespace, scratch: str):
     activations = "recompute" if options.checkpointing else "keep"
     slipstream.apply(model, slipstream.Options(attention=options.attention, activations=activations))
     rows = slipstream.pack_dataset(Dataset.from_dict({"input_ids": documents(options)}), options.tokens)
-    times: list[float] = []
+    timer, told = clock(), []
     trainer = slipstream.Trainer(
         model,
         training_arguments(options, scratch),
         train_dataset=rows,
         data_collator=slipstream.PackedCollator(tokens=options.tokens),
         compute_dtype=torch.bfloat16,
-        callbacks=[clock(times)],
+        mode=ARMS[options.arm],
+        on_decision=lambda decision: told.append(str(decision)),
+        callbacks=[timer],
     )
-    return trainer, times, [sum(lengths) for lengths in rows["seq_lengths"]][: options.steps]
+    trainer.told = told
+    return trainer, timer, [sum(lengths) for lengths in rows["seq_lengths"]][: options.steps]
 
 
 def trl_arm(options: argparse.Namespace, scratch: str):
@@ -136,7 +172,7 @@ def trl_arm(options: argparse.Namespace, scratch: str):
     model.config.use_cache = False
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     lora = LoraConfig(r=16, lora_alpha=16, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
-    times: list[float] = []
+    timer = clock()
     config = SFTConfig(
         **common(options, scratch),
         bf16=True,
@@ -152,10 +188,71 @@ def trl_arm(options: argparse.Namespace, scratch: str):
         train_dataset=Dataset.from_dict({"input_ids": documents(options)}),
         processing_class=tokenizer(options),
         peft_config=lora,
-        callbacks=[clock(times)],
+        callbacks=[timer],
     )
     counts = [len(row) for row in trainer.train_dataset["input_ids"]]
-    return trainer, times, counts
+    return trainer, timer, counts
+
+
+def unsloth_arm(options: argparse.Namespace, scratch: str):
+    import torch
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+    from unsloth import FastLanguageModel
+
+    source = model_folder(options) if options.model in SHAPES else options.model
+    model, processing = FastLanguageModel.from_pretrained(
+        str(source), max_seq_length=options.tokens, load_in_4bit=False, dtype=torch.bfloat16, local_files_only=True
+    )
+    checkpointing = ("unsloth" if options.arm == "unsloth:offload" else True) if options.checkpointing else False
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=16,
+        lora_alpha=16,
+        lora_dropout=0,
+        bias="none",
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        use_gradient_checkpointing=checkpointing,
+    )
+    timer, counts = clock(), []
+    config = SFTConfig(
+        **common(options, scratch), bf16=True, packing=True, max_length=options.tokens, dataset_num_proc=1
+    )
+    trainer = SFTTrainer(
+        model=model,
+        args=config,
+        train_dataset=Dataset.from_dict({"input_ids": documents(options)}),
+        processing_class=processing,
+        callbacks=[timer],
+    )
+    collate = trainer.data_collator
+
+    class Counting:
+        """Unsloth may pack otherwise than asked: count what its batches hold."""
+
+        def __call__(self, examples):
+            batch = collate(examples)
+            counts.append(int(batch["input_ids"].numel()))
+            return batch
+
+        def __getattr__(self, name):
+            return getattr(collate, name)
+
+    trainer.data_collator = Counting()
+    return trainer, timer, counts
+
+
+def model_folder(options: argparse.Namespace) -> Path:
+    return Path(options.folder) / f"{options.model}-{options.layers or 'all'}"
+
+
+def save_model(options: argparse.Namespace) -> None:
+    folder = model_folder(options)
+    if not (folder / "config.json").exists():
+        model = base_model(options)
+        model.config.pad_token_id, model.config.bos_token_id, model.config.eos_token_id = None, 1, 2
+        model.save_pretrained(folder, max_shard_size="4GB")
+        byte_tokenizer().save_pretrained(folder)
 
 
 def training_arguments(options: argparse.Namespace, scratch: str):
@@ -179,18 +276,25 @@ def common(options: argparse.Namespace, scratch: str) -> dict:
     }
 
 
-def clock(times: list[float]):
+def clock():
+    """A callback that marks the end of each step on the device's stream."""
     import torch
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
-        def on_step_begin(self, *_, **__):
-            torch.cuda.synchronize()
-            self.began = time.perf_counter()
+        def __init__(self):
+            self.marks = []
 
         def on_step_end(self, *_, **__):
+            if not self.marks:
+                torch.cuda.synchronize()
+                self.first = time.perf_counter()
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+
+        def seconds(self):
             torch.cuda.synchronize()
-            times.append(time.perf_counter() - self.began)
+            return [a.elapsed_time(b) / 1e3 for a, b in zip(self.marks[:-1], self.marks[1:], strict=True)]
 
     return Clock()
 
@@ -249,7 +353,7 @@ def documents(options: argparse.Namespace) -> list[list[int]]:
 
 def summary(results: list[dict]) -> dict:
     shown: dict = {}
-    for arm in ARMS:
+    for arm in dict.fromkeys(run["arm"] for run in results):
         runs = [run for run in results if run["arm"] == arm and "error" not in run]
         if runs:
             best = statistics.median(run["median_step_ms"] for run in runs)
@@ -258,18 +362,19 @@ def summary(results: list[dict]) -> dict:
                 "tokens_per_second": round(statistics.median(run["tokens_per_second"] for run in runs)),
                 "peak_memory_gb": max(run["peak_memory_gb"] for run in runs),
             }
-    if len(shown) == len(ARMS):
-        ours, theirs = (shown[arm]["tokens_per_second"] for arm in ARMS)
-        shown["tokens_per_second_ratio"] = round(ours / theirs, 3)
+    ours, *others = list(shown)
+    for other in others:
+        ratio = shown[ours]["tokens_per_second"] / shown[other]["tokens_per_second"]
+        shown[other]["ratio"] = round(ratio, 3)  # how many times as many tokens the first arm trains in a second
     return shown
 
 
 def print_row(run: dict) -> None:
     if "error" in run:
-        print(f"{run['arm']:12} failed: {run['error']}")
+        print(f"{run['arm']:20} failed: {run['error']}")
     else:
         print(
-            f"{run['arm']:12} {run['median_step_ms']:8.1f} ms {run['tokens_per_second']:8,} tokens/s "
+            f"{run['arm']:20} {run['median_step_ms']:8.1f} ms {run['tokens_per_second']:8,} tokens/s "
             f"{run['peak_memory_gb']:6.2f} GB",
             flush=True,
         )
@@ -279,7 +384,7 @@ def environment() -> dict:
     import torch
 
     versions = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "peft", "accelerate", "trl", "liger-kernel"):
+    for name in ("torch", "transformers", "peft", "accelerate", "trl", "liger-kernel", "unsloth"):
         try:
             versions[name] = version(name)
         except PackageNotFoundError:

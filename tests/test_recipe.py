@@ -216,16 +216,41 @@ def test_refused_keys_and_values(write: Write, override: str, told: str) -> None
 @pytest.mark.parametrize(
     "override",
     [
-        "memory.activations=offload",
-        "memory.host_limit=32",
         "load.quantize=nf4",
-        "adapter.experts=true",
-        "adapter.router=true",
     ],
 )
 def test_planned_values_say_so_and_what_to_use(write: Write, override: str) -> None:
     key, _, value = override.partition("=")
     assert f"{key}: {value} is not available yet; " in problem(write(MINIMAL), override)
+
+
+def test_offloading_is_asked_for_in_the_recipe(write: Write) -> None:
+    overrides = ["memory.activations=offload", "memory.buffers=3", "memory.host_limit=32"]
+    memory = load_recipe(write(MINIMAL), overrides).memory
+    assert (memory.activations, memory.buffers, memory.host_limit) == ("offload", 3, 32.0)
+    plain = load_recipe(write(MINIMAL)).memory
+    assert (plain.activations, plain.buffers, plain.host_limit) == ("auto", "auto", None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["memory.buffers=0"], "memory.buffers: 0 does not fit; give"),
+        (["memory.buffers=two"], "memory.buffers: two does not fit; give"),
+        (["memory.host_limit=0"], "memory.host_limit: 0 does not fit; give"),
+        (["memory.host_limit=half"], "memory.host_limit: half does not fit; give"),
+        (
+            ["memory.activations=keep", "memory.buffers=2"],
+            "memory.buffers: 2 has no effect with memory.activations: keep",
+        ),
+        (
+            ["memory.activations=recompute", "memory.host_limit=8"],
+            "memory.host_limit: 8.0 has no effect with memory.activations: recompute; remove one of them",
+        ),
+    ],
+)
+def test_what_offloading_can_not_be_given(write: Write, overrides: list[str], told: str) -> None:
+    assert told in problem(write(MINIMAL), *overrides)
 
 
 def test_all_problems_are_told_at_once(write: Write) -> None:

@@ -54,15 +54,16 @@ def test_decisions_tell_what_was_chosen_and_why() -> None:
     assert decisions(model) == []
     assert apply(model) is model
     found = {decision.name: decision for decision in decisions(model)}
-    assert set(found) == {"attention", "recompute", "packing"}
+    assert set(found) == {"attention", "recompute", "offload", "packing", "experts"}
     assert found["attention"].on
     assert "sdpa" in found["attention"].reason
     assert "cpu" in found["attention"].reason
     assert not found["recompute"].on
     assert found["packing"].on
+    assert not found["experts"].on
     found.clear()
     decisions(model).clear()
-    assert len(decisions(model)) == 3  # a copy
+    assert len(decisions(model)) == 4  # a copy
 
 
 def test_a_named_choice_that_cannot_be_honoured_is_refused_and_changes_nothing() -> None:
@@ -85,7 +86,7 @@ def test_applying_again_replaces_the_first_call() -> None:
     assert model.model.layers[0].gradient_checkpointing
     apply(model, Options(activations="keep"))
     assert not model.model.layers[0].gradient_checkpointing
-    assert len(model.get_decoder()._forward_pre_hooks) == 2
+    assert len(model.get_decoder()._forward_pre_hooks) == 3
     restore(model)
     assert not hasattr(model, ATTRIBUTE)
     assert model.config._attn_implementation == "sdpa"
@@ -148,7 +149,7 @@ def test_an_applied_model_can_be_copied() -> None:
     assert not hasattr(twin, ATTRIBUTE)
     assert not twin.get_decoder()._forward_pre_hooks
     assert hasattr(model, ATTRIBUTE)
-    assert len(model.get_decoder()._forward_pre_hooks) == 2
+    assert len(model.get_decoder()._forward_pre_hooks) == 3
     with torch.no_grad():
         assert torch.isfinite(logits_of(model, row)).all()
 

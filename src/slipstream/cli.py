@@ -213,6 +213,59 @@ def bench_packing(
         print(json.dumps(last_line))
 
 
+@bench_app.command("offload")
+def bench_offload(
+    as_json: JsonOption = False,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Append the comparisons to this CSV file.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")] = None,
+    shape: Annotated[str | None, typer.Option("--shape", help="Shapes of models, separated by commas.")] = None,
+    tokens: Annotated[str | None, typer.Option("--tokens", help="Tokens of the rows, separated by commas.")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", min=2, help="Timed rounds of all arms.")] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="Fewer layers than the shapes have.")] = None,
+    part: Annotated[str, typer.Option("--part", help="reload, longest (rows that fit), document or all.")] = "reload",
+    host_limit: Annotated[
+        float | None, typer.Option("--host-limit", help="GiB of host memory; 80% of what is free if not given.")
+    ] = None,
+    cap: Annotated[float, typer.Option("--cap", help="GB of device memory for --part longest.")] = 80.0,
+) -> None:
+    """Layer inputs offloaded and reloaded ahead: the published measurement, on this device."""
+    with _output(as_json) as emit:
+        from slipstream.bench import offload_command
+
+        asked = offload_command.options(
+            shape=shape, tokens=tokens, rounds=rounds, layers=layers, part=part, host_limit=host_limit, cap=cap
+        )
+        result, last_line = offload_command.run(asked, _console(stderr=as_json), out=out, csv=csv)
+        emit(result)
+    if not as_json:
+        print(json.dumps(last_line))
+
+
+@bench_app.command("experts")
+def bench_experts(
+    as_json: JsonOption = False,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Append the comparisons to this CSV file.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")] = None,
+    shape: Annotated[str | None, typer.Option("--shape", help="Shapes of mixtures, separated by commas.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", help="Tokens of the row.")] = None,
+    adapters: Annotated[str | None, typer.Option("--adapters", help="attention, experts, or both by a comma.")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", min=2, help="Timed rounds; steps take a quarter.")] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="Decoder layers of the steps.")] = None,
+    part: Annotated[str, typer.Option("--part", help="layer, scaling, step or all.")] = "all",
+) -> None:
+    """Routing by one sort against a look-up for each expert, and whole steps beside transformers'."""
+    with _output(as_json) as emit:
+        from slipstream.bench import experts_command
+
+        asked = experts_command.options(
+            shape=shape, tokens=tokens, adapters=adapters, rounds=rounds, layers=layers, part=part
+        )
+        result, last_line = experts_command.run(asked, _console(stderr=as_json), out=out, csv=csv)
+        emit(result)
+    if not as_json:
+        print(json.dumps(last_line))
+
+
 def _recipe(path: str, overrides: list[str] | None) -> "Recipe":
     """The checked recipe; read before ``run`` is imported, so that a mistake in it is told sooner."""
     from slipstream.recipe import load_recipe

@@ -46,9 +46,6 @@ REQUIRED: Mapping[str, str] = {
 }
 NOT_YET: Mapping[tuple[str, object], str] = {
     ("load.quantize", "nf4"): "use none, with load.dtype: bfloat16 to halve the weights",
-    ("adapter.experts", True): "leave it false: the dense linear layers are adapted",
-    ("adapter.router", True): "leave it false: the router stays as it is",
-    ("memory.activations", "offload"): "use recompute",
 }
 """Values of the recipe that are planned: what to use instead. Looked up only once a value was refused."""
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
@@ -71,6 +68,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         problems = [*_adapter_conflicts(self.adapter), *_length_conflicts(self), *_schedule_conflicts(self)]
+        problems += _memory_conflicts(self.memory)
         if problems:
             raise InputError("; ".join(problems))
 
@@ -265,3 +263,17 @@ def _schedule_conflicts(recipe: Recipe) -> Iterator[str]:
         )
     if train.eval_every is not None and recipe.data.eval is None:
         yield f"train.eval_every: {train.eval_every} needs held-out rows; give data.eval or remove it"
+
+
+def _memory_conflicts(memory: MemoryOptions) -> Iterator[str]:
+    """Options of offloading that were given although nothing is offloaded."""
+    if memory.activations in ("auto", "offload"):
+        return
+    plain = MemoryOptions()
+    for name in ("buffers", "host_limit"):
+        value = getattr(memory, name)
+        if value != getattr(plain, name):
+            yield (
+                f"memory.{name}: {shown(value)} has no effect with memory.activations: {memory.activations}; "
+                f"remove one of them"
+            )

@@ -8,14 +8,11 @@
 6. results   ``save``                adapter or model, run.json, report.html
 """
 
-import hashlib
 import math
-import platform
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +30,11 @@ from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator, PaddedCollator
 from slipstream.errors import InputError
 from slipstream.model.load import check_context, load_tokenizer
-from slipstream.model.lora import trainable_summary
 from slipstream.prepare import Rows, build_model, data_record, prepare_rows, quiet_libraries
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
 from slipstream.resume import checkpoint_to_resume
+from slipstream.run_json import describe_run, now
 from slipstream.train.arguments import KeepBest, check_schedule, check_trackers, training_arguments
 from slipstream.train.checkpoint import checkpoint_step
 from slipstream.train.divergence import StopOnDivergence
@@ -49,7 +46,7 @@ from slipstream.train.run_folder import discard, full_disk_told, publish, stagin
 from slipstream.train.sharding import is_divided, whole_weights
 from slipstream.train.trainer import Trainer
 from slipstream.transform import Options, apply, decisions, restore
-from slipstream.versions import SLIPSTREAM, library_versions
+from slipstream.versions import SLIPSTREAM
 
 
 @dataclass(frozen=True)
@@ -138,8 +135,15 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks)
 
 def _applied(recipe: Recipe, model: nn.Module, autocast: torch.dtype, sets: list[Rows]) -> list[Decision]:
     """Apply to ``model`` what fits it, and give every decision about it."""
-    tokens = recipe.packing.tokens * recipe.packing.rows
-    apply(model, Options(activations=recipe.memory.activations, tokens=tokens, compute_dtype=autocast))
+    memory = recipe.memory
+    options = Options(
+        activations=memory.activations,
+        buffers=memory.buffers,
+        host_limit=memory.host_limit,
+        tokens=recipe.packing.tokens * recipe.packing.rows,
+        compute_dtype=autocast,
+    )
+    apply(model, options)
     longest = max(int(rows.tokenised.lengths.max()) for rows in sets)
     context = check_context(model.config, longest, "data.max_length")
     return [*run_decisions(recipe, model), *([] if context is None else [context])]
@@ -187,9 +191,9 @@ class _Training:
     def run(self, checkpoint: Path | None, autocast: torch.dtype) -> RunSummary:
         """Train to the end or to the first signal, and leave everything in the run folder."""
         trainer = self._trainer(autocast)
-        for decision in (trainer.batch_loss.decision, trainer.ranks_decision(), trainer.sharding_decision):
-            if decision is not None:
-                self._decided(decision)
+        loss, about = trainer.batch_loss, (trainer.ranks_decision(), trainer.sharding_decision)
+        for decision in filter(None, (loss.decision, loss.balance_decision, *about)):
+            self._decided(decision)
         if checkpoint is not None:
             before = checkpoint
             self.last_eval_step = self.ranks.shared(lambda: self._go_on(before))
@@ -298,7 +302,7 @@ class _Training:
         finally:
             if self.divergence.found is not None:
                 outcome = "diverged"
-            self.record.update(outcome=outcome, finished=_now())
+            self.record.update(outcome=outcome, finished=now())
             if self.ranks.first:
                 self._record_outcome()
 
@@ -390,53 +394,3 @@ def show_data(recipe: Recipe, *, rows: int, console: Console) -> dict[str, Any]:
     held_out = prepare_rows(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
     shown = preview(prepared.rows, tokenizer, rows_shown=rows, console=console)
     return {**data_record(prepared), "eval": held_out and data_record(held_out), **shown}
-
-
-# ------------------------------------------------------------------------------------------------ run.json
-
-
-def describe_run(
-    recipe: Recipe,
-    model: nn.Module,
-    device: torch.device,
-    train_rows: Rows,
-    eval_rows: Rows | None,
-    decided: list[Decision],
-) -> dict[str, Any]:
-    """What run.json holds before the first step."""
-    summary = trainable_summary(model)
-    sets = {"train": train_rows, "eval": eval_rows}
-    return {
-        "format": 1,
-        "slipstream": SLIPSTREAM,
-        "started": _now(),
-        "finished": None,
-        "outcome": "running",
-        "recipe": recipe.to_dict(),
-        "versions": {"python": platform.python_version(), **library_versions()},
-        "device": asdict(describe(device)),
-        "decisions": [asdict(decision) for decision in decided],
-        "rows": {name: rows and rows_digest(rows) for name, rows in sets.items()},
-        "data": {name: rows and asdict(rows.tokenised.account) for name, rows in sets.items()},
-        "packing": {
-            name: rows and {**asdict(rows.report), "length_histogram": rows.histogram} for name, rows in sets.items()
-        },
-        "parameters": {"trainable": summary.trainable, "total": summary.total},
-        "eval_before": None,
-        "eval_after": None,
-        "best": None,
-    }
-
-
-def rows_digest(rows: Rows) -> str:
-    """A fingerprint of a data set: every document's length, and the tokens and labels of 64 spread over it."""
-    documents = rows.tokenised.documents
-    digest = hashlib.sha256(rows.tokenised.lengths.tobytes())
-    for index in range(0, len(documents), max(1, len(documents) // 64)):
-        document = documents[index]
-        digest.update(repr((document["input_ids"], document["labels"])).encode())
-    return digest.hexdigest()[:32]
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,13 +1,16 @@
 """Apply what fits this model and device to one model instance, and undo it.
 
 Everything hangs on one ``Applied`` object on the instance (the base model below peft, if peft wraps it): the attention
-choice in its config, the hooks of its packed forward, the checkpointing switch. No class is patched and no source
-rewritten; ``restore`` leaves the model as it was. A model that can't be trained packed keeps its own attention, so that
-unpacked training is exactly its own.
+choice in its config, the hooks of its packed forward, its experts, the layers' checkpoint functions. No class is
+patched and no source rewritten; ``restore`` leaves the model as it was. A model that can't be trained packed keeps its
+own attention, so that unpacked training is exactly its own.
 """
 
+import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,12 +19,28 @@ from torch import nn
 from slipstream.cost.hardware import Device, describe
 from slipstream.decision import Decision
 from slipstream.errors import InputError
-from slipstream.memory.checkpointing import Switches, checkpoints, restore_checkpointing, set_checkpointing
-from slipstream.memory.policy import ActivationsChoice, choose_activations
+from slipstream.memory.checkpointing import (
+    Checkpointing,
+    checkpoint_layers,
+    checkpoints,
+    restore_checkpointing,
+    set_checkpointing,
+)
+from slipstream.memory.offload import ContextFn, Offload
+from slipstream.memory.policy import (
+    ActivationsChoice,
+    BuffersChoice,
+    Chosen,
+    Situation,
+    choose_activations,
+    host_budget,
+)
 from slipstream.model.attention import AttentionChoice, Needs, attention_key, choose_attention, register_attention
 from slipstream.model.carrier import Carrier, find_carrier
+from slipstream.model.experts_choice import AppliedExperts, ExpertsChoice, choose_experts
 from slipstream.model.packed_forward import PackedForward
 
+logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 ATTRIBUTE = "_slipstream"
 RECURRENT = re.compile(
@@ -36,7 +55,13 @@ class Options:
     attention: AttentionChoice = "auto"
     """``varlen``, ``flex``, ``xformers`` or ``sdpa``."""
     activations: ActivationsChoice = "auto"
-    """``keep`` or ``recompute``."""
+    """``keep``, ``recompute`` or ``offload``."""
+    buffers: BuffersChoice = "auto"
+    """Device buffers for reloading offloaded activations; one reloads a layer's input only when it is needed."""
+    host_limit: float | None = None
+    """GiB of host memory that offloaded activations may take; without it, 80% of what is free."""
+    experts: ExpertsChoice = "auto"
+    """``grouped`` or ``loop``."""
     tokens: int | None = None
     """Tokens in a batch, from which ``activations: auto`` predicts memory; without it activations are kept."""
     compute_dtype: torch.dtype | None = None
@@ -52,7 +77,10 @@ class Applied:
     """The attention choice in place; None for the model's own."""
     previous_attention: str
     forward: PackedForward
-    checkpointing: Switches
+    checkpointing: Checkpointing
+    later: list[Decision]
+    """What turned out otherwise since."""
+    experts: AppliedExperts | None
 
 
 def apply(model: Model, options: Options | None = None) -> Model:
@@ -67,18 +95,21 @@ def apply(model: Model, options: Options | None = None) -> Model:
     device = describe(next(base.parameters()).device)
     packing, carrier = _packing(base)
     choice, key, attention = _attention(options, base, device, packing, carrier)
-    recompute, memory = choose_activations(options.activations, base.config, device, options.tokens)
-    if options.activations == "auto" and checkpoints(base):
-        recompute, memory = False, Decision("recompute", True, "the model was given with checkpointing switched on")
+    experts_choice, experts = choose_experts(options.experts, base, device, options.compute_dtype or base.dtype)
+    memory = _activations(options, base, device)
     forward = PackedForward(packing, key, carrier)
     previous = base.config._attn_implementation
-    switches = set_checkpointing(base, options.activations, recompute)
+    mixture = AppliedExperts.to(base, experts_choice) if experts_choice else None
+    kept = mixture.kept.contexts if mixture else None  # the forward's routing, for the recompute
+    later: list[Decision] = []
+    checkpointing = _set_checkpointing(options, base, memory, partial(_note, later), kept)
     if key is not None:
         register_attention()
         base.set_attn_implementation(key)
     forward.attach(model, base)
     rotary = [_rotary_decision(forward)] if forward.rotary else []
-    setattr(base, ATTRIBUTE, Applied((attention, memory, packing, *rotary), choice, previous, forward, switches))
+    decided = (attention, *memory.decisions, packing, experts, *rotary)
+    setattr(base, ATTRIBUTE, Applied(decided, choice, previous, forward, checkpointing, later, mixture))
     return model
 
 
@@ -91,15 +122,19 @@ def restore(model: Model) -> Model:
     applied.forward.detach()
     if applied.forward.attention is not None:
         base.set_attn_implementation(applied.previous_attention)
+    if applied.experts is not None:
+        applied.experts.detach(base)
     restore_checkpointing(applied.checkpointing)
     delattr(base, ATTRIBUTE)
     return model
 
 
 def decisions(model: nn.Module) -> list[Decision]:
-    """What ``apply`` decided for this model, each with its reason; empty without ``apply``."""
+    """What ``apply`` decided for this model, each with its reason, and what turned out otherwise since; empty without
+    ``apply``.
+    """
     applied: Applied | None = getattr(base_model(model), ATTRIBUTE, None)
-    return [] if applied is None else list(applied.decisions)
+    return [] if applied is None else [*applied.decisions, *applied.later]
 
 
 def applied(model: nn.Module) -> Applied | None:
@@ -173,6 +208,54 @@ def _attention(
             f"attention {options.attention}: not for a model that can't be trained packed: {packing.reason}"
         )
     return None, None, Decision("attention", False, "left as it was, because this model can't be trained packed")
+
+
+def _activations(options: Options, base: Any, device: Device) -> Chosen:
+    """What becomes of each layer's activations."""
+    if options.activations == "auto" and checkpoints(base):
+        given = "the model was given with checkpointing switched on"
+        return Chosen(None, (Decision("recompute", True, given), Decision("offload", False, given)))
+    now = Situation(
+        config=base.config,
+        device=device,
+        layers=len(checkpoint_layers(base)),
+        tokens=options.tokens,
+        itemsize=base.dtype.itemsize,
+        pending_bytes=_pending_bytes(base),
+        buffers=options.buffers,
+        host_bytes=host_budget(options.host_limit),
+    )
+    return choose_activations(options.activations, now)
+
+
+def _pending_bytes(base: nn.Module) -> int:
+    """What a gradient and two optimizer moments for each trained parameter will take."""
+    return sum(3 * p.numel() * p.element_size() for p in base.parameters() if p.requires_grad)
+
+
+def _set_checkpointing(
+    options: Options,
+    base: Any,
+    chosen: Chosen,
+    decide: Callable[[Decision], None],
+    kept: ContextFn | None,
+) -> Checkpointing:
+    offload = None
+    if chosen.split is not None and chosen.split.offloaded:
+        offload = Offload(
+            layers=chosen.split.offloaded,
+            buffers=options.buffers,
+            pool_bytes=host_budget(options.host_limit),
+            strict=options.activations == "offload",
+            decide=decide,
+        )
+    return set_checkpointing(base, chosen.split, decide=decide, offload=offload, context_fn=kept)
+
+
+def _note(later: list[Decision], decision: Decision) -> None:
+    """Keep a decision taken after ``apply``, and say it where nobody asks for the list."""
+    later.append(decision)
+    logger.warning("%s", decision)
 
 
 def _rotary_decision(forward: PackedForward) -> Decision:

@@ -10,10 +10,12 @@ from slipstream.cost.hardware import (
     Device,
     available_memory,
     cgroup_limit,
+    cgroup_room,
     compute_dtype,
     cpu_has_bf16,
     cpu_name,
     describe,
+    free_host_memory,
     host_memory_limit,
     machine_memory,
 )
@@ -23,9 +25,14 @@ GIB = 1024**3
 CARDS = {
     "RTX laptop": (8, 6, 6 * GIB, 0, "bfloat16"),
     "data-centre card": (9, 0, 141 * GIB, 0, "bfloat16"),
+    "Grace Hopper": (9, 0, 96 * GIB, 0, "bfloat16"),
+    "RTX 5090": (12, 0, 32 * GIB, 0, "bfloat16"),
     "DGX Spark": (12, 1, 119 * GIB, 1, "bfloat16"),
+    "DGX Spark, not told by the driver": (12, 1, 119 * GIB, 0, "bfloat16"),
+    "Jetson Orin, not told by the driver": (8, 7, 61 * GIB, 0, "bfloat16"),
     "Turing": (7, 5, 16 * GIB, 0, "float32"),
 }
+UNIFIED = {name for name in CARDS if "Spark" in name or "Jetson" in name}
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -34,7 +41,7 @@ def test_cards(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name=name, major=major, minor=minor, total_memory=memory, is_integrated=integrated)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     device = describe("cuda:0")
-    assert device == Device("cuda", name, memory, (major, minor), dtype == "bfloat16", bool(integrated))
+    assert device == Device("cuda", name, memory, (major, minor), dtype == "bfloat16", name in UNIFIED)
     assert compute_dtype(device) == dtype
 
 
@@ -93,6 +100,32 @@ def test_version_1_limit_inside_a_container(tmp_path: Path) -> None:
     assert cgroup_limit(tmp_path) is None
     limit.write_text("2000000\n")
     assert cgroup_limit(tmp_path) == 2_000_000
+
+
+def test_room_in_the_container_is_its_limit_less_what_it_uses(tmp_path: Path) -> None:
+    assert cgroup_room(tmp_path) is None
+    write(tmp_path, "proc/self/cgroup", "0::/pod/container\n")
+    write(tmp_path, "sys/fs/cgroup/pod/memory.max", "1000000\n")
+    write(tmp_path, "sys/fs/cgroup/pod/memory.current", "300000\n")
+    assert cgroup_room(tmp_path) == 700_000
+    write(tmp_path, "sys/fs/cgroup/pod/memory.stat", "anon 100000\ninactive_file 150000\nfile 200000\n")
+    assert cgroup_room(tmp_path) == 850_000  # page cache that nobody needs is as good as free
+    write(tmp_path, "sys/fs/cgroup/pod/container/memory.max", "400000\n")
+    write(tmp_path, "sys/fs/cgroup/pod/container/memory.current", "500000\n")
+    assert cgroup_room(tmp_path) == 0
+    write(tmp_path, "sys/fs/cgroup/pod/container/memory.max", "max\n")
+    write(tmp_path, "proc/meminfo", "MemAvailable:    500 kB\n")
+    assert free_host_memory(tmp_path) == 500 * 1024
+    write(tmp_path, "proc/meminfo", "MemAvailable:    5000 kB\n")
+    assert free_host_memory(tmp_path) == 850_000
+
+
+def test_room_in_a_version_1_container(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "4:memory:/docker/abc\n")
+    write(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", "1000000\n")
+    write(tmp_path, "sys/fs/cgroup/memory/memory.usage_in_bytes", "600000\n")
+    write(tmp_path, "sys/fs/cgroup/memory/memory.stat", "cache 1\ntotal_inactive_file 50000\n")
+    assert cgroup_room(tmp_path) == 450_000
 
 
 def test_host_memory_is_the_smaller_of_the_two(tmp_path: Path) -> None:

@@ -97,7 +97,9 @@ def train(attention: str, activations: str, dropout: float, callback: TrainerCal
 
 
 @pytest.mark.parametrize("attention", ["varlen", "sdpa"])
-@pytest.mark.parametrize(("activations", "dropout"), [("keep", 0.0), ("recompute", 0.0), ("recompute", 0.1)])
+@pytest.mark.parametrize(
+    ("activations", "dropout"), [("keep", 0.0), ("recompute", 0.0), ("recompute", 0.1), ("offload", 0.0)]
+)
 def test_no_step_syncs(attention: str, activations: str, dropout: float, tmp_path: Path) -> None:
     """transformers#39213: the host never waits for the device in a step."""
     guard = SyncGuard()

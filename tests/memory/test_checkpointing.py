@@ -1,4 +1,4 @@
-"""The switches of recomputing: on, off, and back as they were; random state kept only where it is drawn."""
+"""The switches of recomputing: on, off, held to, and back as they were; random state kept only where it is drawn."""
 
 from typing import Any
 
@@ -6,10 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from offloading import deep, loss_of, offloaded, step
 from packed import model_of, with_adapter
-from slipstream import InputError
+from slipstream import InputError, Options, apply, decisions, restore
+from slipstream.cost.offload import Split
+from slipstream.decision import Decision
 from slipstream.memory import checkpointing
 from slipstream.memory.checkpointing import SWITCHES, checkpoints, restore_checkpointing, set_checkpointing
+
+KEEP, RECOMPUTE, MIXED = Split(2, 0, 0), Split(0, 2, 0), Split(1, 1, 0)
 
 
 def switches_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -17,26 +22,48 @@ def switches_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize(
-    ("asked", "recompute"), [("auto", True), ("auto", False), ("keep", False), ("recompute", True)]
-)
-def test_switched_and_put_back(asked: Any, recompute: bool, given: bool) -> None:
+@pytest.mark.parametrize("split", [None, KEEP, RECOMPUTE, MIXED])
+def test_switched_and_put_back(split: Split | None, given: bool) -> None:
     model = model_of("llama")
     if given:
         model.gradient_checkpointing_enable()
     before = switches_of(model)
-    kept = set_checkpointing(model, asked, recompute)
-    assert checkpoints(model) == (recompute or (given and asked == "auto"))
-    restore_checkpointing(kept)
+    made = set_checkpointing(model, split, decide=[].append)
+    on = [layer.gradient_checkpointing for layer in model.model.layers]
+    assert on == {None: [given, given], KEEP: [False, False], RECOMPUTE: [True, True], MIXED: [True, False]}[split]
+    restore_checkpointing(made)
     assert switches_of(model) == before
     assert checkpoints(model) == given
+    assert not model.get_decoder()._forward_pre_hooks
 
 
 def test_a_model_whose_layers_cannot_be_recomputed_is_refused() -> None:
-    bare = type("Bare", (nn.Module,), {})()
+    bare: Any = type("Bare", (nn.Module,), {"get_decoder": lambda self: self})()
     with pytest.raises(InputError, match="Bare has no layers that can be recomputed; set activations: keep"):
-        set_checkpointing(bare, "recompute", True)
-    assert set_checkpointing(bare, "keep", False) == []
+        set_checkpointing(bare, RECOMPUTE, decide=[].append)
+    restore_checkpointing(set_checkpointing(bare, KEEP, decide=[].append))
+
+
+def test_a_model_that_treats_all_layers_alike_recomputes_all() -> None:
+    class Old(nn.Module):
+        """As models are that call the checkpoint function in their own loop."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gradient_checkpointing = False
+            self.config = model_of("llama").config
+
+        def get_decoder(self) -> nn.Module:
+            return self
+
+        def _set_gradient_checkpointing(self, enable: bool, gradient_checkpointing_func: Any) -> None:
+            self.gradient_checkpointing, self._gradient_checkpointing_func = enable, gradient_checkpointing_func
+
+    model: Any = Old()
+    made = set_checkpointing(model, Split(0, 1, 0), decide=[].append)
+    assert model.gradient_checkpointing
+    restore_checkpointing(made)
+    assert not model.gradient_checkpointing
 
 
 @pytest.mark.parametrize(
@@ -49,8 +76,9 @@ def test_a_model_whose_layers_cannot_be_recomputed_is_refused() -> None:
     ],
     ids=["none", "attention", "zero", "adapter"],
 )
+@pytest.mark.parametrize("offload", [False, True])
 def test_random_state_is_kept_where_a_layer_draws(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], dropout: float, kept: bool
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], dropout: float, kept: bool, offload: bool
 ) -> None:
     asked: list[bool] = []
 
@@ -60,8 +88,90 @@ def test_random_state_is_kept_where_a_layer_draws(
         return function(*args, **kwargs)
 
     monkeypatch.setattr(checkpointing, "checkpoint", checkpoint)
+    monkeypatch.setattr("slipstream.memory.offload.checkpoint", checkpoint)
     model = model_of("llama", **settings)
-    set_checkpointing(model, "recompute", True)
-    tuned = with_adapter(model, dropout=dropout).train()  # after the switch, as peft may come later
-    tuned(input_ids=torch.arange(5, 12)[None])
+    if offload:
+        with offloaded(model):
+            with_adapter(model, dropout=dropout).train()(input_ids=torch.arange(5, 12)[None])
+    else:
+        set_checkpointing(model, RECOMPUTE, decide=[].append)
+        tuned = with_adapter(model, dropout=dropout).train()  # after the switch, as peft may come later
+        tuned(input_ids=torch.arange(5, 12)[None])
     assert asked == [kept] * 2
+
+
+# Held to what was chosen
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep", "auto"])
+def test_somebody_elses_switch_is_undone_at_the_next_training_forward(activations: Any) -> None:
+    """As trainers do that call ``gradient_checkpointing_enable`` themselves."""
+    model = apply(with_adapter(model_of("llama")), Options(activations=activations))
+    ours = switches_of(model)
+    model.gradient_checkpointing_enable()
+    assert switches_of(model) != ours
+    loss_of(model.eval())
+    with torch.no_grad():
+        loss_of(model.train())
+    assert switches_of(model) != ours  # nothing to hold to without a backward
+    loss_of(model).backward()
+    assert switches_of(model) == ours
+    (told,) = [decision for decision in decisions(model) if decision.name == "checkpointing"]
+    assert "gradient_checkpointing_enable" in told.reason
+    loss_of(model).backward()
+    assert sum(decision.name == "checkpointing" for decision in decisions(model)) == 1
+    restore(model)
+    model.gradient_checkpointing_enable()
+    loss_of(model).backward()
+    assert checkpoints(model)  # after restore it is the model's own affair
+
+
+def test_offload_is_put_back_and_goes_on() -> None:
+    model = deep()
+    with offloaded(model) as made:
+        step(model)
+        model.gradient_checkpointing_enable()
+        step(model)
+        model.gradient_checkpointing_disable()
+        step(model)
+        assert made.lane.sent == 3 * 4
+        assert [note.name for note in made.notes] == ["checkpointing"] * 2
+
+
+def test_a_model_given_with_checkpointing_keeps_its_own_function() -> None:
+    model = model_of("llama")
+    model.gradient_checkpointing_enable()
+    function = model.model.layers[0]._gradient_checkpointing_func
+    apply(model)
+    assert model.model.layers[0]._gradient_checkpointing_func is function
+    assert {d.name: d.on for d in decisions(model)} | {"recompute": True, "offload": False} == {
+        d.name: d.on for d in decisions(model)
+    }
+
+
+def test_decisions_of_later_are_said_and_listed(caplog: pytest.LogCaptureFixture) -> None:
+    model = apply(model_of("llama"), Options(activations="recompute"))
+    before = decisions(model)
+    model.gradient_checkpointing_disable()
+    loss_of(model)
+    assert decisions(model)[: len(before)] == before
+    (later,) = decisions(model)[len(before) :]
+    assert isinstance(later, Decision)
+    assert str(later) in caplog.text
+
+
+def test_a_context_reaches_plain_recompute_too() -> None:
+    from contextlib import contextmanager
+
+    seen: list[str] = []
+
+    @contextmanager
+    def context(name: str) -> Any:
+        seen.append(name)
+        yield
+
+    model = model_of("llama")
+    contexts = lambda: (context("forward"), context("recompute"))  # noqa: E731
+    set_checkpointing(model, MIXED, decide=[].append, context_fn=contexts)
+    loss_of(model).backward()
+    assert seen == ["forward", "recompute"]  # the kept layer has none

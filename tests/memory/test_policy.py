@@ -1,4 +1,4 @@
-"""Keep or recompute: what is asked for is done, and ``auto`` keeps what fits."""
+"""Keep, recompute or offload: what is asked for is done, and ``auto`` takes the cheapest split that fits."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,65 +8,211 @@ import pytest
 
 from slipstream.cost.estimate import kept_activation_bytes, loss_bytes
 from slipstream.cost.hardware import Device
+from slipstream.cost.offload import Split, layer_input_bytes
+from slipstream.errors import InputError
 from slipstream.memory import policy
-from slipstream.memory.policy import MARGIN, choose_activations
+from slipstream.memory.policy import MARGIN, Situation, choose_activations, demand_of, host_budget
 
+GIB = 2**30
 CONFIG = SimpleNamespace(
     hidden_size=64,
     num_attention_heads=4,
     num_key_value_heads=2,
     intermediate_size=128,
-    num_hidden_layers=3,
+    num_hidden_layers=6,
     vocab_size=1000,
     head_dim=16,
 )
+QWEN3_8B = SimpleNamespace(
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    vocab_size=151936,
+    head_dim=128,
+)
+HOST = Device("cpu", "a host", 2**60, None, bf16=False, unified_memory=True)
+H200 = Device("cuda", "NVIDIA H200", 141 * 10**9, (9, 0), bf16=True, unified_memory=False)
+LAPTOP = Device("cuda", "NVIDIA GeForce RTX 4060 Laptop GPU", 8 * GIB, (8, 9), bf16=True, unified_memory=False)
+TURING = Device("cuda", "NVIDIA GeForce RTX 2080", 8 * GIB, (7, 5), bf16=False, unified_memory=False)
+SPARK = Device("cuda", "NVIDIA GB10", 120 * GIB, (12, 1), bf16=True, unified_memory=True)
 
 
-def device(memory: int) -> Device:
-    return Device("cpu", "a host", memory, None, bf16=False, unified_memory=True)
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what is free on a card."""
+
+    def on_card(nbytes: int) -> None:
+        monkeypatch.setattr(policy, "free_bytes", lambda _: nbytes)
+
+    return on_card
+
+
+def now(device: Device, tokens: int | None = 4096, config: Any = CONFIG, **more: Any) -> Situation:
+    settings = {"layers": config.num_hidden_layers, "host_bytes": 2**60, **more}
+    return Situation(config=config, device=device, tokens=tokens, **settings)
+
+
+def names(chosen: policy.Chosen) -> dict[str, bool]:
+    return {decision.name: decision.on for decision in chosen.decisions}
+
+
+# What is asked for
 
 
 @pytest.mark.parametrize("tokens", [None, 10**9])
-@pytest.mark.parametrize("asked", ["keep", "recompute"])
-def test_what_is_asked_for_is_done(asked: Any, tokens: int | None) -> None:
-    recompute, decision = choose_activations(asked, CONFIG, device(1), tokens)
-    assert recompute == decision.on == (asked == "recompute")
-    assert decision.name == "recompute"
-    assert decision.reason == f"asked for: activations {asked}"
+@pytest.mark.parametrize(("asked", "split"), [("keep", Split(6, 0, 0)), ("recompute", Split(0, 6, 0))])
+def test_what_is_asked_for_is_done(asked: Any, split: Split, tokens: int | None) -> None:
+    chosen = choose_activations(asked, now(HOST, tokens))
+    assert chosen.split == split
+    assert names(chosen) == {"recompute": asked == "recompute", "offload": False}
+    assert {decision.reason for decision in chosen.decisions} == {f"asked for: activations {asked}"}
+
+
+@pytest.mark.parametrize("device", [H200, LAPTOP, TURING])
+def test_offload_keeps_one_input_on_the_device(device: Device) -> None:
+    chosen = choose_activations("offload", now(device, None))
+    assert chosen.split == Split(0, 1, 5)
+    assert names(chosen) == {"recompute": True, "offload": True}
+    assert "5 of 6 layers" in chosen.decisions[1].reason
+
+
+def test_offload_on_shared_memory_is_done_and_what_it_is_worth_said() -> None:
+    chosen = choose_activations("offload", now(SPARK))
+    assert chosen.split == Split(0, 1, 5)
+    assert "NVIDIA GB10 shares one memory with the host" in chosen.decisions[1].reason
+
+
+@pytest.mark.parametrize(
+    ("situation", "why"), [(now(HOST), "nowhere to move"), (now(H200, layers=0), "can't be told apart")]
+)
+def test_offload_where_it_can_not_be_is_recompute_and_a_decision(situation: Situation, why: str) -> None:
+    chosen = choose_activations("offload", situation)
+    assert chosen.split == Split(0, max(1, situation.layers), 0)
+    assert names(chosen) == {"recompute": True, "offload": False}
+    assert all(why in decision.reason for decision in chosen.decisions)
+
+
+def test_host_memory_too_small_is_told_with_what_to_change() -> None:
+    size = layer_input_bytes(QWEN3_8B, 49_152, 2)
+    assert choose_activations("offload", now(H200, 49_152, QWEN3_8B, host_bytes=35 * size)).split == Split(0, 1, 35)
+    told = r"needs 13.1 GiB of host memory \(35 layer inputs of 0.38 GiB\) and may take 13.1 GiB; .*memory.host_limit"
+    with pytest.raises(InputError, match=told):
+        choose_activations("offload", now(H200, 49_152, QWEN3_8B, host_bytes=35 * size - 1))
+
+
+# What auto takes
 
 
 def test_auto_keeps_where_the_batch_is_unknown() -> None:
-    recompute, decision = choose_activations("auto", CONFIG, device(1), None)
-    assert not recompute
-    assert not decision.on
-    assert "not known" in decision.reason
+    chosen = choose_activations("auto", now(HOST, None))
+    assert chosen.split == Split(6, 0, 0)
+    assert names(chosen) == {"recompute": False, "offload": False}
+    assert "not known" in chosen.decisions[0].reason
 
 
-def test_auto_keeps_up_to_the_margin_and_not_beyond() -> None:
+def test_auto_keeps_up_to_the_margin_and_recomputes_beyond(free: Any) -> None:
     needed = kept_activation_bytes(CONFIG, 4096) + loss_bytes(CONFIG, 4096, whole_logits=False)
-    enough = int(needed / MARGIN) + 1
-    recompute, decision = choose_activations("auto", CONFIG, device(enough), 4096)
-    assert not recompute
-    assert not decision.on
-    assert "4,096 tokens" in decision.reason
-    assert " fit 80%" in decision.reason
-    recompute, decision = choose_activations("auto", CONFIG, device(enough - 2), 4096)
-    assert recompute
-    assert decision.on
-    assert "don't fit 80%" in decision.reason
+    free(int(needed / MARGIN) + 1)
+    chosen = choose_activations("auto", now(H200))
+    assert chosen.split == Split(6, 0, 0)
+    assert "4,096 tokens" in chosen.decisions[0].reason
+    assert " fit 80%" in chosen.decisions[0].reason
+    free(int(needed / MARGIN) - 2)
+    chosen = choose_activations("auto", now(H200))
+    assert chosen.split == Split(5, 1, 0)
+    assert names(chosen) == {"recompute": True, "offload": False}
+    assert "don't fit 80%" in chosen.decisions[0].reason
+    assert "1 of 6 layers are recomputed" in chosen.decisions[0].reason
+
+
+def test_what_training_will_take_besides_is_not_free(free: Any) -> None:
+    needed = kept_activation_bytes(CONFIG, 4096) + loss_bytes(CONFIG, 4096, whole_logits=False)
+    free(int(needed / MARGIN) + 1)
+    assert choose_activations("auto", now(H200, pending_bytes=needed // 10)).split != Split(6, 0, 0)
+
+
+def test_with_less_memory_more_is_recomputed_and_then_offloaded(free: Any) -> None:
+    """Over all sizes of a card: kept layers give way to recomputed ones, and those to offloaded, and nothing skips."""
+    situation = now(H200, 49_152, QWEN3_8B)
+    demand = demand_of(situation)
+    seen = []
+    for gib in range(1000, 0, -4):
+        free(gib * GIB // 2)
+        chosen = choose_activations("auto", situation)
+        assert chosen.split is not None
+        if "may not run" in chosen.decisions[0].reason:
+            assert chosen.split == Split(0, 1, 35)
+            break
+        assert demand.device_bytes(chosen.split) <= MARGIN * gib * GIB / 2
+        if chosen.split.offloaded:
+            assert min(demand.device_bytes(Split(k, 36 - k, 0)) for k in range(37)) > MARGIN * gib * GIB / 2
+        seen.append(chosen.split)
+    kept, offloaded = [split.kept for split in seen], [split.offloaded for split in seen]
+    border = next(index for index, count in enumerate(offloaded) if count)
+    for regime in (seen[:border], seen[border:]):
+        costs = [demand.seconds(split) for split in regime]
+        assert costs == sorted(costs)
+    assert not any(offloaded[:border])
+    assert all(offloaded[border:])
+    assert {1, 36} < set(kept)
+    assert max(offloaded) > 25
+
+
+def test_only_what_does_not_fit_is_offloaded_and_the_host_has_the_last_word(free: Any) -> None:
+    situation = now(H200, 49_152, QWEN3_8B)
+    demand = demand_of(situation)
+    room = demand.device_bytes(Split(0, 26, 10))
+    free(int(room / MARGIN) + 1)
+    chosen = choose_activations("auto", situation)
+    assert chosen.split == Split(1, 21, 14)  # a kept layer in the room that recomputing one needs anyway
+    assert names(chosen) == {"recompute": True, "offload": True}
+    assert "14 of 36 layers, 5.2 GiB" in chosen.decisions[1].reason
+    less = choose_activations("auto", replace(situation, host_bytes=13 * demand.input_bytes))
+    assert less.split == Split(0, 26, 10)
+    tight = choose_activations("auto", replace(situation, host_bytes=9 * demand.input_bytes))
+    assert tight.split == Split(0, 27, 9)
+    assert "may not run" in tight.decisions[0].reason
+
+
+@pytest.mark.parametrize("device", [SPARK, HOST])
+def test_auto_does_not_offload_where_memory_is_shared(device: Device, free: Any, monkeypatch: Any) -> None:
+    demand = demand_of(now(H200, 49_152, QWEN3_8B))
+    room = int(demand.device_bytes(Split(0, 26, 10)) / MARGIN) + 1
+    free(room)
+    monkeypatch.setattr(policy, "host_memory_limit", lambda: room)
+    chosen = choose_activations("auto", now(device, 49_152, QWEN3_8B))
+    assert chosen.split == Split(0, 36, 0)
+    assert names(chosen) == {"recompute": True, "offload": False}
+    assert "shares one memory" in chosen.decisions[1].reason or "nowhere to move" in chosen.decisions[1].reason
 
 
 def test_a_hosts_limit_binds_and_is_what_the_reason_says(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = kept_activation_bytes(CONFIG, 4096) + loss_bytes(CONFIG, 4096, whole_logits=False)
-    whole = device(100 * needed)
-    assert not choose_activations("auto", CONFIG, whole, 4096)[0]  # the machine itself has room
+    assert choose_activations("auto", now(replace(HOST, memory_bytes=100 * needed))).split == Split(6, 0, 0)
     monkeypatch.setattr(policy, "host_memory_limit", lambda: needed)
-    recompute, decision = choose_activations("auto", CONFIG, whole, 4096)
-    assert recompute
-    assert f"80% of the {needed / 2**30:.1f} GiB free" in decision.reason
+    chosen = choose_activations("auto", now(HOST))
+    assert chosen.split != Split(6, 0, 0)
+    assert f"80% of the {needed / GIB:.1f} GiB free" in chosen.decisions[0].reason
 
 
-def test_a_cards_free_memory_is_what_torch_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = replace(device(2**60), kind="cuda")
-    monkeypatch.setattr(policy, "free_bytes", lambda _: 5 * 2**30)
-    assert "of the 5.0 GiB free" in choose_activations("auto", CONFIG, card, 4096)[1].reason
+def test_a_cards_free_memory_is_what_torch_tells(free: Any) -> None:
+    free(5 * GIB)
+    assert "of the 5.0 GiB free" in choose_activations("auto", now(H200)).decisions[0].reason
+
+
+# The host's share
+
+
+def test_the_hosts_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(policy, "free_host_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(policy, "cgroup_room", lambda: None)
+    assert host_budget(None) == 80 * GIB
+    assert host_budget(120.0) == 120 * GIB  # the user's word
+    monkeypatch.setattr(policy, "cgroup_room", lambda: 50 * GIB)
+    assert host_budget(120.0) == 50 * GIB  # but for the container's limit, which kills
+    assert host_budget(20.0) == 20 * GIB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert host_budget(None) == 20 * GIB

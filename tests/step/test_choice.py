@@ -49,5 +49,5 @@ def test_named_modes_are_taken() -> None:
     assert choose_mode("eager", PLAIN)[0] == "eager"
     assert not choose_mode("eager", PLAIN)[1].on
     assert choose_mode("compiled", replace(PLAIN, device=CPU))[0] == "compiled"
-    with pytest.raises(InputError, match="train.mode compiled: no C"):
+    with pytest.raises(InputError, match=r"train.mode compiled: no C"):
         choose_mode("compiled", replace(PLAIN, compiler="no C++ compiler was found"))

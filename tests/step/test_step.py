@@ -72,8 +72,8 @@ def test_it_is_a_plain_loop() -> None:
         assert float(step.grad_norm) == pytest.approx(float(norm), rel=1e-4)
 
 
-def test_compiling_that_fails_goes_on_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, model = stepping("compiled")
+def test_compiling_that_fails_goes_on_eager() -> None:
+    step, _ = stepping("compiled")
     layers = step._step._layers
     assert layers is not None
 

@@ -105,10 +105,12 @@ def test_one_rank_speaks(ranked: Path) -> None:
     assert log(ranked, "two", 1) == ""
 
 
-@pytest.mark.parametrize(("name", "first", "step"), [("killed", [1, -9], 9), ("asked", [130, 130], 10)])
-def test_they_go_on_to_the_same_adapter(ranked: Path, name: str, first: list[int], step: int) -> None:
+@pytest.mark.parametrize(("name", "first", "step"), [("killed", -9, 9), ("asked", 130, 10)])
+def test_they_go_on_to_the_same_adapter(ranked: Path, name: str, first: int, step: int) -> None:
     """One rank is killed outright, or alone gets the signal, in the second epoch."""
-    assert told(ranked, name) == [first, [0, 0]], log(ranked, name)
+    before, after = told(ranked, name)
+    assert (before[1], after) == (first, [0, 0]), log(ranked, name)
+    assert before[0] in ((1, -9) if first == -9 else (130,))  # what the other meets first: a lost peer, or the launcher
     assert f"going on from step {step} " in log(ranked, name)
     assert step > STEPS // EPOCHS
     whole = weights(ranked, "never")
@@ -131,7 +133,8 @@ def test_divided_weights_learn_the_same(ranked: Path) -> None:
 
 def test_divided_weights_are_trained_whole(ranked: Path) -> None:
     """All weights, gradients kept back over two batches a step; killed in the second epoch, and resumed."""
-    assert told(ranked, "full") == [[-9, 1], [0, 0]], log(ranked, "full")
+    before, after = told(ranked, "full")
+    assert (before[0], after) == (-9, [0, 0]), log(ranked, "full")
     assert "going on from step 6 " in log(ranked, "full")
     there, here = records(ranked, "full"), records(ranked, "full alone")
     assert [step.step for step in there.steps] == list(range(1, 9))

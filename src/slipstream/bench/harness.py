@@ -111,14 +111,15 @@ def measure(arms: Mapping[str, Arm], rounds: int, warmup: int, clock: Clock) -> 
         gc.collect()
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            seconds = _once(arms[name], clock)
+            seconds = measure_once(arms[name], clock)
             if number >= warmup:
                 for part, value in seconds.items():
                     times[name][part].append(value)
     return times
 
 
-def _once(arm: Arm, clock: Clock) -> dict[str, float]:
+def measure_once(arm: Arm, clock: Clock) -> dict[str, float]:
+    """Prepare and run an arm once: seconds of each part, and of the whole."""
     arm.prepare()
     collects = gc.isenabled()
     gc.disable()

@@ -49,6 +49,42 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "max_position_embeddings": 40960,
             "tie_word_embeddings": True,
         },
+        "qwen3-8b": {
+            "model_type": "qwen3",
+            "hidden_size": 4096,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 12288,
+            "vocab_size": 151936,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 40960,
+        },
+        "qwen3-14b": {
+            "model_type": "qwen3",
+            "hidden_size": 5120,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 17408,
+            "vocab_size": 151936,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 40960,
+        },
+        "qwen3-32b": {
+            "model_type": "qwen3",
+            "hidden_size": 5120,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 25600,
+            "vocab_size": 151936,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 40960,
+        },
         "tiny": {
             "model_type": "llama",
             "hidden_size": 64,
@@ -63,14 +99,63 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 
+MIXTURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "gpt-oss-20b": {
+            "model_type": "gpt_oss",
+            "hidden_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "intermediate_size": 2880,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "vocab_size": 201088,
+        },
+        "qwen3-30b-a3b": {
+            "model_type": "qwen3_moe",
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "vocab_size": 151936,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 40960,
+        },
+        "tiny-mixture": {
+            "model_type": "gpt_oss",
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 64,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 32,
+            "vocab_size": 512,
+        },
+    }
+)
+"""Mixtures of experts; ``tiny-mixture`` is for machines without a card."""
+
 
 def shape_config(name: str, layers: int | None = None) -> Any:
     """The configuration of a shape, with fewer ``layers`` if given. Raises ``InputError`` for a name unknown."""
-    if name not in SHAPES:
-        near = get_close_matches(name, SHAPES, n=1)
+    shapes = {**SHAPES, **MIXTURES}
+    if name not in shapes:
+        near = get_close_matches(name, shapes, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"shape {name!r} is unknown; {hint}there is {', '.join(SHAPES)}")
-    settings = dict(SHAPES[name])
+        raise InputError(f"shape {name!r} is unknown; {hint}there is {', '.join(shapes)}")
+    settings = dict(shapes[name])
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     if layers is not None:
         if not 2 <= layers <= config.num_hidden_layers:
@@ -89,12 +174,15 @@ def bench_dtype(device: torch.device) -> torch.dtype:
     return dtype
 
 
-def adapted_model(config: Any, device: torch.device) -> Any:
-    """A random model with a rank-16 adapter on all linear layers, in training mode; the same at every call."""
+def adapted_model(config: Any, device: torch.device, *, experts: bool = False) -> Any:
+    """A random model with a rank-16 adapter on all dense linear layers, in training mode; the same at every call.
+
+    ``experts`` puts adapters on the experts, too.
+    """
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.device(device):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=bench_dtype(device))
-    return add_adapter(model, AdapterOptions(rank=16, alpha=16), seed=0).train()
+    return add_adapter(model, AdapterOptions(rank=16, alpha=16, experts=experts), seed=0).train()
 
 
 def random_documents(tokens: int, vocabulary: int, seed: int = 0) -> list[dict[str, list[int]]]:
@@ -110,3 +198,18 @@ def random_documents(tokens: int, vocabulary: int, seed: int = 0) -> list[dict[s
         made.append({"input_ids": [draw.randrange(3, vocabulary) for _ in range(length)]})
         left -= length
     return made
+
+
+def long_documents(tokens: int, longest: int, vocabulary: int, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Documents of an eighth of ``longest`` to ``longest`` tokens that fill a row exactly, the longest among them.
+
+    With ``longest`` of at least ``tokens`` the row is one document. ``InputError`` for a row too small.
+    """
+    if tokens < SMALLEST_ROW:
+        raise InputError(f"tokens {tokens} < {SMALLEST_ROW}: too few to measure anything; raise --tokens")
+    draw = random.Random(seed)
+    lengths = [min(longest, tokens)]
+    while (left := tokens - sum(lengths)) > 0:
+        length = min(draw.randint(max(SHORTEST, longest // 8), longest), left)
+        lengths.append(left if left - length < SHORTEST and left <= longest else length)
+    return [{"input_ids": draw.choices(range(3, vocabulary), k=length)} for length in lengths]

@@ -22,6 +22,9 @@ CPU_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Names in /proc/cpuinfo of units that multiply bf16: AVX-512, AMX, and ARM's."""
 BF16_CAPABILITY = (8, 0)
 """The first compute capability whose tensor cores multiply bf16 (Ampere)."""
+UNIFIED_CAPABILITIES = frozenset({(5, 3), (6, 2), (7, 2), (8, 7), (11, 0), (12, 1)})
+"""Architectures made only with memory shared with the host (Jetson from TX1 to Thor, DGX Spark's GB10), in case a
+driver does not say so. Grace Hopper is none of them: its card has memory of its own."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def describe(torch_device: "torch.device | str") -> Device:
         memory_bytes=properties.total_memory,
         compute_capability=capability,
         bf16=capability >= BF16_CAPABILITY,
-        unified_memory=bool(properties.is_integrated),
+        unified_memory=bool(properties.is_integrated) or capability in UNIFIED_CAPABILITIES,
     )
 
 
@@ -101,6 +104,26 @@ def cgroup_limit(root: Path = Path("/")) -> int | None:
     return None if ceiling >= machine_memory() else ceiling
 
 
+def cgroup_room(root: Path = Path("/")) -> int | None:
+    """Bytes this process's memory groups can still take, page cache that can be dropped counted as free; None if
+    unlimited.
+    """
+    rooms = [
+        int(limit) - max(0, int(usage) - _reclaimable(file.parent))
+        for file in _limit_files(root)
+        for limit, usage in [(_read(file).strip(), _read(file.with_name(_usage_name(file))).strip())]
+        if limit.isdigit() and usage.isdigit() and int(limit) < machine_memory()
+    ]
+    return max(0, min(rooms)) if rooms else None
+
+
+def free_host_memory(root: Path = Path("/")) -> int:
+    """Bytes of host memory this process can still take: what is available, and the container's room if less."""
+    room = cgroup_room(root)
+    available = available_memory(root)
+    return available if room is None else min(available, room)
+
+
 def host_memory_limit(root: Path = Path("/")) -> int:
     """Bytes of host memory this process may count on: what is available, or the container's limit if smaller."""
     limit = cgroup_limit(root)
@@ -135,6 +158,20 @@ def _limit_files(root: Path) -> Iterator[Path]:
         path = PurePosixPath(group)
         for ancestor in (path, *path.parents):
             yield base / ancestor.relative_to("/") / name
+
+
+def _usage_name(limit_file: Path) -> str:
+    """The file beside a group's limit that tells what it uses."""
+    return "memory.current" if limit_file.name == "memory.max" else "memory.usage_in_bytes"
+
+
+def _reclaimable(group: Path) -> int:
+    """Bytes of a group's page cache that the kernel drops first."""
+    for line in _read(group / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file") and value.strip().isdigit():
+            return int(value)
+    return 0
 
 
 def _cpu_fields(root: Path) -> dict[str, str]:

@@ -149,6 +149,14 @@ class Segments:
 
         return self._once(("position_ids", self.device, torch.int64, None), build)
 
+    def real(self) -> torch.Tensor:
+        """float32 [T]: 1 for each token of a document, 0 for padding; built once."""
+
+        def build() -> torch.Tensor:
+            return (torch.arange(self.total, device=self.device) < self.total - self.padding).float()
+
+        return self._once(("real", self.device, torch.float32, None), build)
+
     def window(self, window: int | None) -> int | None:
         """``window`` in tokens, or None where no segment is longer, so that the window changes nothing."""
         return None if window is None or window >= self.max_seqlen else window

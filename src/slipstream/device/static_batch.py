@@ -61,13 +61,18 @@ def _next(smallest: int, factor: int, value: int) -> int:
 class StaticSegments(Segments):
     """Segments on buffers that are refilled in place; structures derived from them belong to one forward."""
 
+    _used: torch.Tensor
+    """int32, 0-d: the documents' tokens."""
+
     @classmethod
     def empty(cls, shape: BatchShape, device: torch.device) -> "StaticSegments":
         """Boundaries of one segment that holds the whole row, on ``device``."""
         cu_seqlens = torch.full((shape.segments + 1,), shape.tokens, dtype=torch.int32, device=device)
         cu_seqlens[0] = 0
         ids = torch.zeros(shape.tokens, dtype=torch.int32, device=device)
-        return cls((), shape.tokens, cu_seqlens, ids, shape.longest)
+        made = cls((), shape.tokens, cu_seqlens, ids, shape.longest)
+        object.__setattr__(made, "_used", torch.full((), shape.tokens, dtype=torch.int32, device=device))
+        return made
 
     def __post_init__(self) -> None:
         """Nothing to check: ``fill`` takes over what was checked."""
@@ -82,6 +87,11 @@ class StaticSegments(Segments):
         self.cu_seqlens[: ends.shape[0]].copy_(ends, non_blocking=True)
         self.cu_seqlens[ends.shape[0] :].fill_(self.total)
         self.segment_ids.copy_(segments.segment_ids, non_blocking=True)
+        self._used.fill_(segments.total - segments.padding)
+
+    def real(self) -> torch.Tensor:
+        """float32 [T]: 1 for each token of a document, 0 for padding."""
+        return (torch.arange(self.total, device=self.device) < self._used).float()
 
     def forget(self) -> None:
         """Drop derived structures: they are of the boundaries before, or belong to a graph."""

@@ -1,19 +1,29 @@
-"""Keep or recompute: what becomes of a decoder layer's activations between forward and backward.
+"""Keep, recompute or offload: what becomes of a decoder layer's activations between forward and backward.
 
 Keeping costs memory that grows with tokens x layers; recomputing costs a second forward (a third of the step's
-arithmetic with frozen weights). ``auto`` keeps where the prediction fits the device with a margin.
+arithmetic with frozen weights) and keeps one input a layer; offloading puts that input into host memory. ``auto`` takes
+the cheapest split of the layers that the cost model finds to fit the device with a margin: it keeps what fits,
+recomputes the rest, and offloads only what does not fit even so.
 """
 
+import os
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
 
 from slipstream.cost.estimate import kept_activation_bytes, loss_bytes
-from slipstream.cost.hardware import Device, free_bytes, host_memory_limit
+from slipstream.cost.hardware import Device, cgroup_room, free_bytes, free_host_memory, host_memory_limit
+from slipstream.cost.offload import Demand, Split, cheapest_split, layer_forward_flops, layer_input_bytes, rates_of
 from slipstream.decision import Decision
+from slipstream.errors import InputError
+from slipstream.memory.offload import buffer_count, host_shortage
 
-ActivationsChoice = Literal["auto", "keep", "recompute"]
+ActivationsChoice = Literal["auto", "keep", "recompute", "offload"]
+BuffersChoice = Literal["auto"] | Annotated[int, Ge(1)]
 MARGIN = 0.8
 """Share of the free memory that a prediction may fill: the formula is not exact and the allocator fragments."""
+GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,32 +31,162 @@ class MemoryOptions:
     """What becomes of activations (the recipe's ``memory`` section)."""
 
     activations: ActivationsChoice = "auto"
-    """``keep`` stores them, ``recompute`` makes them again in the backward; ``auto`` keeps where they fit."""
-    buffers: Literal["auto"] = "auto"
-    """Device buffers for reloading; only ``auto`` until offloading is available."""
-    host_limit: None = None
-    """Host memory for offloading; not available yet."""
+    """``keep``, ``recompute`` in the backward, ``offload`` to the host; ``auto``: the cheapest that fits, by layer."""
+    buffers: BuffersChoice = "auto"
+    """Device buffers for reloading offloaded activations; ``auto`` takes two where there is memory for the second."""
+    host_limit: Annotated[float, Gt(0)] | None = None
+    """GiB of host memory that offloaded activations may take; without it, 80% of what is free."""
 
 
-def choose_activations(
-    asked: ActivationsChoice, config: Any, device: Device, tokens: int | None
-) -> tuple[bool, Decision]:
-    """Whether to recompute, and the decision, for a batch of ``tokens`` tokens on ``device``."""
+@dataclass(frozen=True)
+class Chosen:
+    """What becomes of each layer, and why."""
+
+    split: Split | None
+    """None: whatever the model does already."""
+    decisions: tuple[Decision, Decision]
+    """On recomputing, and on offloading."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What the choice is made from."""
+
+    config: Any
+    device: Device
+    layers: int
+    """Decoder layers that can be told apart; 0 where a model treats all alike."""
+    tokens: int | None = None
+    """Tokens of a batch; None: not known."""
+    itemsize: int = 2
+    """Bytes of an element of the hidden states."""
+    pending_bytes: int = 0
+    """Device memory that training will take besides activations: gradients and optimizer states."""
+    buffers: BuffersChoice = "auto"
+    host_bytes: int = 0
+    """Host memory that offloaded activations may take."""
+
+
+def choose_activations(asked: ActivationsChoice, now: Situation) -> Chosen:
+    """What becomes of each layer's activations. Raises ``InputError`` for host memory too small for ``offload``."""
+    if asked == "offload":
+        return _offload_asked(now)
     if asked != "auto":
-        return asked == "recompute", Decision("recompute", asked == "recompute", f"asked for: activations {asked}")
-    if tokens is None:
-        return False, Decision("recompute", False, "batch size not known here, so activations are kept")
-    needed = kept_activation_bytes(config, tokens) + loss_bytes(config, tokens, whole_logits=False)
-    free = _free_on(device)
-    recompute = needed > MARGIN * free
-    verb = "don't fit" if recompute else "fit"
-    reason = (
-        f"activations of {tokens:,} tokens take about {needed / 2**30:.1f} GiB and {verb} "
-        f"{MARGIN:.0%} of the {free / 2**30:.1f} GiB free"
+        reason = f"asked for: activations {asked}"
+        split = _all(now, asked)
+        return Chosen(split, (Decision("recompute", asked == "recompute", reason), Decision("offload", False, reason)))
+    if now.tokens is None:
+        reason = "batch size not known here, so activations are kept"
+        return Chosen(_all(now, "keep"), (Decision("recompute", False, reason), Decision("offload", False, reason)))
+    return _cheapest(now)
+
+
+def _all(now: Situation, what: Literal["keep", "recompute"]) -> Split:
+    """The same for every layer; a model that can't tell its layers apart counts as one."""
+    layers = max(1, now.layers)
+    return Split(layers, 0, 0) if what == "keep" else Split(0, layers, 0)
+
+
+def _offload_asked(now: Situation) -> Chosen:
+    obstacle = _obstacle(now)
+    if obstacle is not None:
+        recompute = Decision("recompute", True, f"in place of offload: {obstacle}")
+        return Chosen(_all(now, "recompute"), (recompute, Decision("offload", False, obstacle)))
+    split = Split(0, 1, now.layers - 1)
+    if now.tokens is not None:
+        size = layer_input_bytes(now.config, now.tokens, now.itemsize)
+        if split.offloaded * size > now.host_bytes:
+            raise InputError(host_shortage(split.offloaded, size, now.host_bytes))
+    reason = f"asked for: the inputs of {split.offloaded} of {now.layers} layers wait in host memory"
+    if now.device.unified_memory:
+        reason += f"; {now.device.name} shares one memory with the host, so that this frees nothing and takes time"
+    recompute = Decision("recompute", True, "offloaded layers are recomputed from their inputs")
+    return Chosen(split, (recompute, Decision("offload", True, reason)))
+
+
+def _obstacle(now: Situation) -> str | None:
+    """Why layer inputs can't be moved to the host here at all."""
+    if now.device.kind != "cuda":
+        return "this device's memory is the host's: there is nowhere to move activations to"
+    if now.layers < 2:
+        return "this model's layers can't be told apart, so no layer's input can be moved by itself"
+    return None
+
+
+def _why_not_auto(now: Situation) -> str | None:
+    """Why ``auto`` does not consider offloading."""
+    if (obstacle := _obstacle(now)) is not None:
+        return obstacle
+    if now.device.unified_memory:
+        return f"{now.device.name} shares one memory with the host: moving activations there frees nothing"
+    return None
+
+
+def _cheapest(now: Situation) -> Chosen:
+    demand = demand_of(now)
+    free = free_on(now.device) - now.pending_bytes
+    usable = int(MARGIN * free)
+    not_offload = _why_not_auto(now)
+    found = cheapest_split(demand, usable, now.host_bytes, offload=not_offload is None)
+    split = found or _least_memory(demand, now, offload=not_offload is None)
+    kept = demand.layers * demand.kept_bytes + demand.fixed_bytes
+    room = f"{MARGIN:.0%} of the {free / GIB:.1f} GiB free"
+    what = f"activations of {now.tokens:,} tokens take about {kept / GIB:.1f} GiB"
+    if split.kept == split.layers:
+        reason = f"{what} and fit {room}"
+        return Chosen(split, (Decision("recompute", False, reason), Decision("offload", False, "everything fits")))
+    treated = f"{split.recomputed + split.offloaded} of {split.layers} layers are recomputed"
+    short = "" if found else f"; even so {demand.device_bytes(split) / GIB:.1f} GiB are needed, so it may not run"
+    recompute = Decision("recompute", True, f"{what} and don't fit {room}: {treated}{short}")
+    return Chosen(split, (recompute, _offload_decision(split, demand, not_offload, room)))
+
+
+def _offload_decision(split: Split, demand: Demand, not_offload: str | None, room: str) -> Decision:
+    if split.offloaded:
+        reason = (
+            f"the inputs of {split.offloaded} of {split.layers} layers, {demand.host_bytes(split) / GIB:.1f} GiB, wait "
+            f"in host memory: with them on the device the step would not fit {room}"
+        )
+        return Decision("offload", True, reason)
+    return Decision("offload", False, not_offload or "the inputs of recomputed layers fit the device")
+
+
+def demand_of(now: Situation) -> Demand:
+    """The choice in bytes and seconds."""
+    assert now.tokens is not None
+    layers = max(1, now.layers)
+    rates = rates_of(now.device)
+    size = layer_input_bytes(now.config, now.tokens, now.itemsize)
+    return Demand(
+        layers=layers,
+        kept_bytes=kept_activation_bytes(now.config, now.tokens) // layers,
+        input_bytes=size,
+        fixed_bytes=loss_bytes(now.config, now.tokens, whole_logits=False),
+        buffers=buffer_count(now.buffers),
+        forward_seconds=layer_forward_flops(now.config, now.tokens) / rates.flops,
+        copy_seconds=size / rates.link,
     )
-    return recompute, Decision("recompute", recompute, reason)
 
 
-def _free_on(device: Device) -> int:
+def _least_memory(demand: Demand, now: Situation, *, offload: bool) -> Split:
+    """What asks least of the device where nothing is predicted to fit: offload what the host has room for."""
+    room = now.host_bytes // demand.input_bytes if offload else 0
+    offloaded = min(demand.layers - 1, room)
+    return Split(0, demand.layers - offloaded, offloaded)
+
+
+def host_budget(limit_gib: float | None) -> int:
+    """Bytes of host memory that offloaded activations may take.
+
+    A limit that the user gave holds as it is, but for the container's own; without one a share of what is free, in
+    equal parts for the processes that a launcher started on this machine.
+    """
+    if limit_gib is None:
+        return int(MARGIN * free_host_memory()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    room = cgroup_room()
+    return int(limit_gib * GIB) if room is None else min(int(limit_gib * GIB), room)
+
+
+def free_on(device: Device) -> int:
     """Bytes free for activations: a card's, as torch tells it, or what this process may use of a host's memory."""
     return free_bytes("cuda") if device.kind == "cuda" else min(device.memory_bytes, host_memory_limit())

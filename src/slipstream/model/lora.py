@@ -6,8 +6,10 @@ list, so that what is trained is known before it is built. peft also ignores a t
 another matches; here each must match, or the user hears of it. The alternative, patterns for each model family, would
 be shorter to write down and wrong for the next family.
 
-What is left alone (mixture of experts): everything under a module called ``experts`` or of a class ``*Experts``; a
-``router``; a ``gate`` that stands beside experts; the ``shared_expert_gate``. Shared experts see every token: dense.
+What is left alone (mixture of experts), unless ``experts`` or ``router`` asks for it: everything under a module called
+``experts`` or of a class ``*Experts``; a ``router``; a ``gate`` that stands beside experts; the ``shared_expert_gate``.
+Shared experts see every token: dense. Stacks of experts' matrices and routers that are bare parameters get peft's
+adapters on parameters (``target_parameters``), so that they load in plain peft.
 
 In some of these families a dense layer shares its name with what the experts' fused matrices were called before, and
 peft, when it builds or loads an adapter, takes the name for the experts. No adapter on such a layer would load in plain
@@ -55,10 +57,10 @@ class AdapterOptions:
     """Rank-stabilised scaling."""
     targets: str | list[str] = ALL_LINEAR
     """Module names to adapt; ``all-linear`` means the dense linear layers, leaving experts and router alone."""
-    experts: Literal[False] = False
-    """Adapters on experts; not available yet."""
-    router: Literal[False] = False
-    """Train the router; not available yet."""
+    experts: bool = False
+    """Adapters on the experts' matrices, too."""
+    router: bool = False
+    """Adapters on the routers, which choose the experts, too; else they stay as they are."""
     modules_to_save: list[str] = field(default_factory=list)
     """Modules trained whole and saved beside the adapter, e.g. ``lm_head``."""
 
@@ -93,20 +95,23 @@ def add_adapter(model: "PreTrainedModel", options: AdapterOptions, *, seed: int)
     """Wrap the model with fresh low-rank adapters (float32, as is peft's default); the base weights are frozen.
 
     The same seed gives the same adapters whatever was drawn before, and the random generators are left as they were.
-    Raises ``InputError`` for a target or a ``modules_to_save`` that matches nothing.
+    Raises ``InputError`` for a target or a ``modules_to_save`` that matches nothing, and for ``experts`` or ``router``
+    on a model without them.
     """
     import torch
     from peft import LoraConfig, TaskType, get_peft_model
 
     assert options.kind == "lora"
     _check_saved(model, options.modules_to_save)
+    routed_modules, routed_parameters = _routed_targets(model, options)
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=options.rank,
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         use_rslora=options.rslora,
-        target_modules=resolve_targets(model, options),
+        target_modules=[*resolve_targets(model, options), *routed_modules],
+        target_parameters=routed_parameters or None,
         modules_to_save=list(options.modules_to_save) or None,
     )
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -114,7 +119,7 @@ def add_adapter(model: "PreTrainedModel", options: AdapterOptions, *, seed: int)
         targets = set(config.target_modules)
         adapted: PeftModel = get_peft_model(model, config)
     assert set(adapted.targeted_module_names) == targets
-    assert not adapted.targeted_parameter_names
+    assert set(adapted.targeted_parameter_names) == set(routed_parameters)
     return adapted
 
 
@@ -233,6 +238,43 @@ def _taken_for_experts(model: "PreTrainedModel", names: list[str]) -> list[str]:
     return [name for name in names if name not in config.target_modules]
 
 
+def _routed_targets(model: "PreTrainedModel", options: AdapterOptions) -> tuple[list[str], list[str]]:
+    """Modules and parameters of experts and routers that get an adapter, as ``options`` asks for."""
+    modules: list[str] = []
+    parameters: list[str] = []
+    for asked, key, what, roots in (
+        (options.experts, "experts", "experts", _expert_roots(model)),
+        (options.router, "router", "router", _routers(model)),
+    ):
+        if not asked:
+            continue
+        linear, stacks = _inside(model, roots)
+        if not linear and not stacks:
+            raise InputError(f"adapter.{key}: {type(model).__name__} has no {what} to adapt; set it to false")
+        modules += linear
+        parameters += stacks
+    if parameters and options.dropout:
+        raise InputError(
+            f"adapter.dropout: {options.dropout:g} can't be had on experts or routers that are bare parameters; "
+            f"set it to 0.0"
+        )
+    return modules, parameters
+
+
+def _inside(model: "PreTrainedModel", roots: list[str]) -> tuple[list[str], list[str]]:
+    """Linear modules in ``roots``, and matrices or stacks of them that are parameters of their own."""
+    linear: list[str] = []
+    stacks: list[str] = []
+    for root in roots:
+        for name, module in model.get_submodule(root).named_modules(prefix=root):
+            if _is_linear(module):
+                linear.append(name)
+            else:
+                own = module.named_parameters(prefix=name, recurse=False)
+                stacks += [key for key, value in own if value.ndim >= 2 and not key.endswith("bias")]
+    return linear, stacks
+
+
 def _is_linear(module: "nn.Module") -> bool:
     """A matrix product: ``nn.Linear`` (bitsandbytes' are subclasses), or GPT-2's transposed one."""
     from torch import nn
@@ -244,10 +286,21 @@ def _is_linear(module: "nn.Module") -> bool:
 def _routed(model: "nn.Module") -> set[str]:
     """Names of all modules that belong to experts or to a router."""
     modules = dict(model.named_modules())
-    roots = {name for name, module in modules.items() if _holds_experts(name, module)}
+    roots = _expert_roots(model)
     blocks = {name.rpartition(".")[0] for name in roots}
-    roots |= {name for name in modules if _routes(name, blocks)}
+    roots += [name for name in modules if _routes(name, blocks)]
     return {name for name in modules if any(name == root or name.startswith(f"{root}.") for root in roots)}
+
+
+def _expert_roots(model: "nn.Module") -> list[str]:
+    """Names of the modules that hold a layer's experts."""
+    return [name for name, module in model.named_modules() if _holds_experts(name, module)]
+
+
+def _routers(model: "nn.Module") -> list[str]:
+    """Names of the modules that choose experts; the gate of a shared expert scales it, and chooses nothing."""
+    blocks = {name.rpartition(".")[0] for name in _expert_roots(model)}
+    return [name for name, _ in model.named_modules() if _routes(name, blocks) and _leaf(name) != "shared_expert_gate"]
 
 
 def _holds_experts(name: str, module: "nn.Module") -> bool:
@@ -293,7 +346,7 @@ def _no_match(model: "nn.Module", target: str, candidates: list[str]) -> str:
         parameters = [name for name, _ in model.named_parameters() if _ends_with(name, target)]
         what = f"is a parameter ({parameters[0]}), not a module" if parameters else "matches no module"
     elif _routed(model).issuperset(matching):
-        what = "belongs to the experts or their router, which are left alone"
+        what = "belongs to the experts or their router: adapter.experts and adapter.router say whether they are adapted"
     elif any(_is_linear(module) for module in matching.values()):
         what = "is trained whole already (adapter.modules_to_save)"
     else:

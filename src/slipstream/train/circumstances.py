@@ -21,6 +21,7 @@ def circumstances(
         packed=packed and found is not None and found.forward.packing.on,
         attention=None if found is None else found.attention,
         host_positions=found is not None and bool(found.forward.rotary),
+        host_experts=found is not None and found.experts is not None and found.experts.choice == "loop",
         processes=processes,
         devices=len({parameter.device for parameter in base.parameters()}),
         whole=sum(p.numel() for p in trained) * 2 > sum(p.numel() for p in base.parameters()),

@@ -14,7 +14,8 @@ from torch import nn
 from slipstream.device.segments import Segments
 from slipstream.errors import InputError
 from slipstream.model.head import find_head
-from slipstream.train.loss import summed_cross_entropy
+from slipstream.train.balance import find_balance
+from slipstream.train.loss import learned_tokens, summed_cross_entropy
 from slipstream.transform import base_model
 
 HOST_ONLY = ("labels", "lengths")
@@ -30,17 +31,30 @@ class BatchLoss:
         self.decoder: nn.Module = base.get_decoder()
         self.head, self.decision = find_head(base)
         """The output head where the loss may run it on chunks, and the decision about it."""
+        self.balance, self.balance_decision = find_balance(base)
+        """The load-balance loss that a mixture of experts asks for, and the decision about it; None for neither."""
         self.compiled = False
         """Whether the loss's elementwise work runs in compiled kernels."""
         self._autocast = autocast
 
     def __call__(
-        self, model: nn.Module, inputs: Mapping[str, Any], *, whole_logits: bool = False
+        self, model: nn.Module, inputs: Mapping[str, Any], *, whole_logits: bool = False, balanced: bool = False
     ) -> tuple[torch.Tensor, Any]:
         """The summed cross-entropy (0-d float32), and what the model gave (logits of one token only, unless whole).
 
-        ``model``: the one given, or a wrapper around it. Raises ``InputError`` where no attention read the segments.
+        ``balanced`` adds the load-balance loss, weighted by the batch's learned tokens, so that a step's is the mean
+        over its batches. ``model``: the one given, or a wrapper around it. Raises ``InputError`` where no attention
+        read the segments.
         """
+        if self.balance is None or not balanced:
+            return self._cross_entropy(model, inputs, whole_logits)
+        with self.balance.listen(base_model(model)) as router_logits:
+            total, outputs = self._cross_entropy(model, inputs, whole_logits)
+        return total + self.balance.loss(router_logits, inputs) * learned_tokens(inputs["labels"]), outputs
+
+    def _cross_entropy(
+        self, model: nn.Module, inputs: Mapping[str, Any], whole_logits: bool
+    ) -> tuple[torch.Tensor, Any]:
         labels = inputs["labels"]
         arguments = {name: value for name, value in inputs.items() if name not in HOST_ONLY}
         chunked = self.head is not None and not whole_logits

@@ -84,7 +84,9 @@ class TrainStep:
     @property
     def decisions(self) -> list[Decision]:
         """What was decided about the step, with reasons."""
-        return [*self._step.decisions, self._batch_loss.decision]
+        found = [*self._step.decisions, self._batch_loss.decision]
+        balance = self._batch_loss.balance_decision
+        return found if balance is None else [*found, balance]
 
     @property
     def recordings(self) -> int:
@@ -106,7 +108,7 @@ class TrainStep:
         return nullcontext() if self._autocast is None else torch.autocast(device.type, dtype=self._autocast)
 
     def _loss(self, inputs: Batch) -> torch.Tensor:
-        return self._batch_loss(self.model, inputs)[0]
+        return self._batch_loss(self.model, inputs, balanced=True)[0]
 
 
 def _best(weights: torch.dtype, device: torch.device) -> torch.dtype:

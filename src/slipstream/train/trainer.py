@@ -153,7 +153,7 @@ class Trainer(SeveralRanksTrainer):
         return step
 
     def _loss_of(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        return self.batch_loss(self.model, inputs)[0]
+        return self.batch_loss(self.model, inputs, balanced=True)[0]
 
     def _on_decision(self, decision: Decision) -> None:
         if self.on_decision is not None:
@@ -166,9 +166,12 @@ class Trainer(SeveralRanksTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Summed cross-entropy over the learned tokens of the whole optimizer step (0-d float32)."""
+        """Mean cross-entropy over the learned tokens of the whole optimizer step, this batch's share (0-d float32).
+
+        A load-balance loss is added as the mean over the step's batches, weighted by their learned tokens.
+        """
         labels = inputs["labels"]
-        total, outputs = self.batch_loss(model, inputs, whole_logits=return_outputs)
+        total, outputs = self.batch_loss(model, inputs, whole_logits=return_outputs, balanced=True)
         learned = learned_tokens(labels) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
         loss = total / learned.clamp(min=1)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:

@@ -1,0 +1,128 @@
+"""The longest rows that fit a card of a given size, with their layer inputs on the host and without.
+
+The size is a cap on what PyTorch may allocate, so that a large card answers for a smaller one. A try is one forward and
+backward of a row; memory grows in a straight line with the tokens (no attention choice here holds T² anything), so two
+short rows predict the longest one, and tries step down from there.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from slipstream.bench.harness import clock_for, measure_once
+from slipstream.bench.offload_arms import DOUBLE, RECOMPUTE, Bench, Row, Step, steps
+from slipstream.bench.shapes import long_documents
+from slipstream.errors import InputError
+
+ROW_TOKENS = 256_000
+PROBES = (8_192, 16_384)
+"""Rows from whose peaks the longest is predicted."""
+STEP = 2_048
+"""Tokens that tries are rounded to."""
+TRIES = 4
+LONGEST_DOCUMENT = 8192
+TINY_PROBES = (64, 128)
+
+
+def rows(
+    config: Any,
+    shape: str,
+    device: torch.device,
+    *,
+    packed: tuple[int, ...],
+    document: bool,
+    cap_bytes: int,
+    host_limit: float | None,
+    say: Callable[[str], None],
+) -> Iterator[dict[str, Any]]:
+    """A row for each arm and ``packed`` row, and for each arm its longest single ``document`` if that is asked for."""
+    with capped(device, cap_bytes):
+        bench = Bench.of(config, device)
+        try:
+            for count in packed:
+                for arm in (DOUBLE, RECOMPUTE):
+                    say(f"longest: {shape}, {arm}, a row of {count:,} tokens")
+                    yield {**_head(bench, shape, cap_bytes), "row": "packed", **attempt(bench, arm, count, host_limit)}
+            for arm in (DOUBLE, RECOMPUTE) if document else ():
+                say(f"longest: {shape}, {arm}, the longest single document")
+                found = longest_document(bench, arm, cap_bytes, host_limit)
+                yield {**_head(bench, shape, cap_bytes), "row": "one document", **found}
+        finally:
+            bench.close()
+
+
+def packed_rows(device: torch.device) -> tuple[int, ...]:
+    """The packed rows to try where none are asked for."""
+    return (ROW_TOKENS,) if device.type == "cuda" else (TINY_PROBES[-1],)
+
+
+@contextmanager
+def capped(device: torch.device, cap_bytes: int) -> Iterator[None]:
+    """PyTorch may allocate this much of the device; nothing to do for a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def attempt(
+    bench: Bench, arm: str, tokens: int, host_limit: float | None, longest: int = LONGEST_DOCUMENT
+) -> dict[str, Any]:
+    """One forward and backward of a row; whether it fitted, its peak and its seconds."""
+    documents = long_documents(tokens, longest, min(40_000, bench.base.config.vocab_size))
+    found: dict[str, Any] = {"arm": arm, "tokens": tokens, "documents": len(documents)}
+    try:
+        row = Row.of(documents, tokens, bench.device)
+        with steps(bench, row, (arm,), host_limit) as arms:
+            found |= _once(arms[arm])
+        return {**found, "fits": True}
+    except torch.OutOfMemoryError as error:
+        reason = str(error).splitlines()[0]
+    except InputError as error:  # the host's memory is too small
+        reason = str(error)
+    bench.optimizer.zero_grad(set_to_none=True)
+    gc.collect()  # what the failed step's traceback held
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return {**found, "fits": False, "reason": reason}
+
+
+def _once(step: Step) -> dict[str, Any]:
+    seconds = measure_once(step.arm(), clock_for(step.bench.device))
+    return {"seconds": seconds, "peak_bytes": step.peaks[-1] if step.peaks else None}
+
+
+def longest_document(bench: Bench, arm: str, cap_bytes: int, host_limit: float | None) -> dict[str, Any]:
+    """The longest single document that went through, and the shortest tried that did not."""
+    probes = PROBES if bench.device.type == "cuda" else TINY_PROBES
+    tried = [attempt(bench, arm, count, host_limit, count) for count in probes]
+    if bench.device.type != "cuda" or not all(one["fits"] for one in tried):
+        return {**tried[-1], "tried": tried}
+    guess = predicted_tokens([(one["tokens"], one["peak_bytes"]) for one in tried], cap_bytes)
+    for _ in range(TRIES):
+        tried.append(attempt(bench, arm, guess, host_limit, guess))
+        if tried[-1]["fits"]:
+            break
+        guess = max(PROBES[-1], guess * 95 // 100 // STEP * STEP)
+    best = max((one for one in tried if one["fits"]), key=lambda one: int(one["tokens"]))
+    return {**best, "tried": tried}
+
+
+def predicted_tokens(peaks: list[tuple[int, int]], cap_bytes: int) -> int:
+    """Tokens at which the straight line through two (tokens, peak bytes) meets the cap, rounded down."""
+    (few, low), (many, high) = peaks
+    slope = (high - low) / (many - few)
+    return max(many, int(few + (cap_bytes - low) / slope) // STEP * STEP)
+
+
+def _head(bench: Bench, shape: str, cap_bytes: int) -> dict[str, Any]:
+    return {"part": "longest", "shape": shape, "layers": bench.layers, "cap_bytes": cap_bytes}

@@ -1,0 +1,204 @@
+"""Host memory for what leaves the device: buffers of exact size, pinned once and reused over steps.
+
+Pinning costs milliseconds a buffer, so buffers are pooled; PyTorch's own pinned allocator would round each to a power
+of two (1.7 times the bytes asked for, with the layer inputs of a common row), so pages are taken from the system as
+they are and registered. What a pool may take is a budget given from outside: what is free, not what the machine has.
+Where the system refuses to pin, the pool goes on with pageable memory, says so once, and copies are slower.
+
+    take ──► a copy out fills it ──► copies back read it, as often as the graph is run backward ──► give (graph freed)
+      ▲                                                                                                │
+      └────────────── idle, under (device, dtype, bytes); overwritten only after ``busy`` ◄────────────┘
+
+A buffer taken while a CUDA graph is captured is named in that graph: every replay writes there. It therefore belongs
+to a ``Reservation`` and is seen by nobody else until whoever holds the graph releases it.
+"""
+
+import mmap
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from slipstream.decision import Decision
+from slipstream.memory.transfers import Mark, Transfers
+
+GIB = 2**30
+
+
+class BufferKey(NamedTuple):
+    """What makes one buffer as good as another."""
+
+    device: torch.device
+    dtype: torch.dtype
+    nbytes: int
+
+
+@dataclass(eq=False)
+class HostBuffer:
+    """A stretch of host memory."""
+
+    key: BufferKey
+    memory: torch.Tensor
+    """uint8 [nbytes]."""
+    transfers: Transfers
+    pinned: bool
+    owner: "Reservation | None" = None
+    busy: list[Mark] = field(default_factory=list)
+    """Copies that may not be done yet."""
+
+    def flat(self) -> torch.Tensor:
+        """The memory as a flat tensor of its dtype."""
+        return self.memory.view(self.key.dtype)
+
+
+@dataclass(eq=False)
+class Reservation:
+    """Buffers that one captured graph names."""
+
+    pool: "HostPool"
+    idle: list[HostBuffer] = field(default_factory=list)
+
+    def release(self) -> None:
+        """Give them back to the pool; the graph must not be replayed afterwards."""
+        for buffer in self.idle:
+            buffer.owner = None
+            buffer.busy.clear()
+            self.pool.give(buffer)
+        self.idle.clear()
+
+
+class HostPool:
+    """Buffers up to a budget. ``give`` may be called from any thread; the rest by the thread that trains."""
+
+    def __init__(self, budget: int, decide: Callable[[Decision], None]) -> None:
+        """``budget``: bytes. ``decide`` is told what turned out otherwise than planned."""
+        self.budget = budget
+        self.held = 0
+        """Bytes taken from the system."""
+        self._decide = decide
+        self._idle: dict[BufferKey, list[HostBuffer]] = {}
+        self._returned: deque[HostBuffer] = deque()
+        self._pinning = True
+        self._closed = False
+        self._graphs = Reservation(self)
+        self._reservation: Reservation | None = None
+
+    def take(self, key: BufferKey, transfers: Transfers) -> HostBuffer | None:
+        """A buffer of this kind, or None where the budget has no room for it."""
+        self._collect()
+        owner = self._reservation or (self._graphs if transfers.capturing() else None)
+        buffer = self._reserved(key, owner) or self._from_idle(key) or self._new(key, transfers)
+        if buffer is not None:
+            buffer.owner = owner
+        return buffer
+
+    def give(self, buffer: HostBuffer) -> None:
+        """Take a buffer back; it is overwritten only after the copies in ``buffer.busy``."""
+        self._returned.append(buffer)
+        if self._closed:
+            self._collect()
+
+    @contextmanager
+    def reserved(self) -> Iterator[Reservation]:
+        """Inside, buffers belong to the reservation that is given: wrap the capture of one graph in it."""
+        assert self._reservation is None, "one graph is captured at a time"
+        self._reservation = Reservation(self)
+        try:
+            yield self._reservation
+        finally:
+            self._collect()
+            self._reservation = None
+
+    def close(self) -> None:
+        """Give everything back to the system; what a graph still holds follows when the graph is freed."""
+        self._closed = True
+        self._collect()
+        for buffer in self._graphs.idle:
+            self._free(buffer)
+        self._graphs.idle.clear()
+
+    @property
+    def idle(self) -> int:
+        """Bytes that nobody uses at the moment."""
+        self._collect()
+        return sum(key.nbytes * len(buffers) for key, buffers in self._idle.items())
+
+    def _collect(self) -> None:
+        """Sort in what was given back."""
+        while self._returned:
+            buffer = self._returned.popleft()
+            if buffer.owner is not None:
+                buffer.owner.idle.append(buffer)
+            else:
+                self._idle.setdefault(buffer.key, []).append(buffer)
+        if self._closed:
+            self._shrink(0)
+
+    def _reserved(self, key: BufferKey, owner: Reservation | None) -> HostBuffer | None:
+        """One that the same graph is done with; graphs captured without a reservation may not share any."""
+        found = None if owner in (None, self._graphs) else next((b for b in owner.idle if b.key == key), None)
+        if found is not None:
+            assert owner is not None
+            owner.idle.remove(found)
+        return found
+
+    def _from_idle(self, key: BufferKey) -> HostBuffer | None:
+        buffers = self._idle.get(key)
+        return buffers.pop() if buffers else None
+
+    def _new(self, key: BufferKey, transfers: Transfers) -> HostBuffer | None:
+        if transfers.capturing():
+            raise RuntimeError(
+                f"no idle host buffer of {key.nbytes:,} bytes while a CUDA graph is captured, when none can be made; "
+                f"run the step once before it is captured"
+            )
+        if self.held + key.nbytes > self.budget:
+            self._shrink(max(0, self.budget - key.nbytes))
+        if self.held + key.nbytes > self.budget:
+            return None
+        memory = page_aligned(key.nbytes)
+        self.held += key.nbytes
+        return HostBuffer(key, memory, transfers, pinned=self._pin(memory, transfers))
+
+    def _pin(self, memory: torch.Tensor, transfers: Transfers) -> bool:
+        if self._pinning and not transfers.pin(memory):
+            self._pinning = False
+            reason = (
+                f"the system refused to pin {memory.numel():,} bytes of host memory ({self.held / GIB:.1f} GiB with "
+                f"those before), so copies go through pageable memory, which is slower; raise the limit on locked "
+                f"memory, or lower memory.host_limit"
+            )
+            self._decide(Decision("pinned memory", False, reason))
+        return self._pinning
+
+    def _shrink(self, target: int) -> None:
+        """Free idle buffers, the kinds unused longest first, until no more than ``target`` bytes are held."""
+        for key in list(self._idle):
+            while self._idle[key] and self.held > target:
+                self._free(self._idle[key].pop())
+            if not self._idle[key]:
+                del self._idle[key]
+
+    def _free(self, buffer: HostBuffer) -> None:
+        for mark in buffer.busy:
+            mark.wait()
+        buffer.busy.clear()
+        if buffer.pinned:
+            buffer.transfers.unpin(buffer.memory)
+        self.held -= buffer.key.nbytes
+        buffer.memory = torch.empty(0, dtype=torch.uint8)
+
+
+def page_aligned(nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes] of fresh zeroed pages, which go back to the system with the tensor.
+
+    Pages of its own, because registering a page twice is an error and malloc lets neighbours share one.
+    """
+    return torch.frombuffer(mmap.mmap(-1, nbytes, **PRIVATE), dtype=torch.uint8)
+
+
+PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+"""Not shared with children (shared pages count against /dev/shm in containers); Windows knows no such flags."""

@@ -1,0 +1,73 @@
+"""The longest rows: what fits, what does not and why, and where the straight line through two peaks leads."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.bench import offload_longest
+from slipstream.bench.offload_arms import DOUBLE, RECOMPUTE, Bench
+from slipstream.bench.offload_longest import attempt, longest_document, predicted_tokens, rows
+from slipstream.bench.shapes import shape_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench.of(shape_config("tiny", 2), CPU)
+    yield made
+    made.close()
+
+
+def test_rows_of_both_arms() -> None:
+    asked = {"packed": (128,), "document": True, "cap_bytes": 10**9, "host_limit": None}
+    found = list(rows(shape_config("tiny", 2), "tiny", CPU, say=lambda _: None, **asked))
+    assert [(row["arm"], row["row"], row["fits"]) for row in found] == [
+        (DOUBLE, "packed", True),
+        (RECOMPUTE, "packed", True),
+        (DOUBLE, "one document", True),
+        (RECOMPUTE, "one document", True),
+    ]
+    assert all(row["part"] == "longest" and row["layers"] == 2 and row["cap_bytes"] == 10**9 for row in found)
+    assert [row["documents"] for row in found] == [1] * 4
+
+
+def test_a_row_that_does_not_fit_says_why(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    too_small = attempt(bench, DOUBLE, 64, host_limit=1e-6)
+    assert not too_small["fits"]
+    assert "host memory" in too_small["reason"]
+
+    def out_of_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+
+    monkeypatch.setattr(offload_longest, "_once", out_of_memory)
+    found = attempt(bench, RECOMPUTE, 64, None)
+    assert not found["fits"]
+    assert found["reason"] == "CUDA out of memory. Tried to allocate"
+    assert not any(layer.gradient_checkpointing for layer in bench.base.model.layers)
+
+
+def test_the_longest_is_predicted_and_stepped_down_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of 100 MB; each token takes 1 kB, 10 MB are taken anyway, and 5% more than the line says in the end."""
+    tried: list[int] = []
+
+    def attempt(bench: Any, arm: str, tokens: int, host_limit: Any, longest: int) -> dict[str, Any]:
+        assert longest == tokens
+        tried.append(tokens)
+        peak = 10**7 + 1000 * tokens
+        return {"arm": arm, "tokens": tokens, "peak_bytes": peak, "fits": peak * 1.05 < 10**8}
+
+    monkeypatch.setattr(offload_longest, "attempt", attempt)
+    card: Any = type("Card", (), {"device": torch.device("cuda")})()
+    best = longest_document(card, DOUBLE, 10**8, None)
+    assert tried[:3] == [8192, 16384, 88064]
+    assert not best["tried"][2]["fits"]
+    assert best["fits"]
+    assert best["tokens"] == tried[-1] == 81_920
+
+
+def test_the_straight_line() -> None:
+    assert predicted_tokens([(1000, 3000), (2000, 4000)], 12_000) == 8192
+    assert predicted_tokens([(1000, 3000), (2000, 4000)], 2000) == 2000

@@ -1,0 +1,143 @@
+"""The host pool: exact sizes, reuse by kind, a budget, pinning that may fail, and buffers that a graph names."""
+
+import mmap
+
+import pytest
+import torch
+
+from late import LateMark, LateTransfers
+from slipstream.decision import Decision
+from slipstream.memory.host_buffers import BufferKey, HostPool, page_aligned
+
+DEVICE = torch.device("cuda", 0)
+
+
+def key(nbytes: int, dtype: torch.dtype = torch.bfloat16, device: torch.device = DEVICE) -> BufferKey:
+    return BufferKey(device, dtype, nbytes)
+
+
+def pool_of(budget: int) -> tuple[HostPool, LateTransfers, list[Decision]]:
+    notes: list[Decision] = []
+    return HostPool(budget, notes.append), LateTransfers(), notes
+
+
+def test_exact_bytes_in_pages_of_their_own() -> None:
+    memory = page_aligned(5_000_001)
+    assert memory.numel() == 5_000_001  # PyTorch's pinned allocator would take 8,388,608
+    assert memory.data_ptr() % mmap.PAGESIZE == 0
+    assert not memory.any()
+    memory.fill_(7)
+    assert int(memory.sum()) == 7 * 5_000_001
+
+
+def test_buffers_are_reused_by_device_dtype_and_bytes() -> None:
+    pool, transfers, _ = pool_of(10_000)
+    first = pool.take(key(1000), transfers)
+    assert first is not None
+    assert first.flat().dtype == torch.bfloat16
+    assert first.flat().numel() == 500
+    pool.give(first)
+    others = [key(1000, torch.float32), key(1000, device=torch.device("cuda", 1)), key(998)]
+    assert all(pool.take(other, transfers) is not first for other in others)
+    assert pool.take(key(1000), transfers) is first
+    assert pool.held == 3998
+    assert transfers.pinned[first.memory.data_ptr()] == 1000
+
+
+def test_the_budget_holds_and_idle_buffers_of_other_kinds_make_room() -> None:
+    pool, transfers, _ = pool_of(2500)
+    a, b = pool.take(key(1000), transfers), pool.take(key(1000), transfers)
+    assert pool.take(key(1000), transfers) is None
+    assert a is not None
+    assert b is not None
+    pool.give(a)
+    late = LateMark(lambda: None, ())
+    b.busy.append(late)
+    assert pool.take(key(1500), transfers) is not None  # a had to go
+    assert pool.held == 2500
+    assert len(transfers.pinned) == 2
+    pool.give(b)
+    assert pool.take(key(1001), transfers) is None  # b alone would not be enough
+    assert late.done  # it went all the same, after the copy that still used it
+    assert pool.held == 1500
+
+
+def test_pinning_that_fails_is_told_once_and_pageable_memory_taken() -> None:
+    pool, transfers, notes = pool_of(10_000)
+    pinned = pool.take(key(1000), transfers)
+    transfers.pinnable = False
+    pageable = [pool.take(key(1000), transfers) for _ in range(3)]
+    assert [decision.on for decision in notes] == [False]
+    assert "1,000 bytes of host memory" in notes[0].reason
+    assert "memory.host_limit" in notes[0].reason
+    assert pinned is not None
+    assert pinned.pinned
+    assert not any(buffer is None or buffer.pinned for buffer in pageable)
+    for buffer in (pinned, *pageable):
+        assert buffer is not None
+        pool.give(buffer)
+    pool.close()
+    assert pool.held == 0
+    assert not transfers.pinned
+
+
+def test_close_gives_back_what_is_idle_and_later_what_was_in_use() -> None:
+    pool, transfers, _ = pool_of(10_000)
+    idle, used = pool.take(key(1000), transfers), pool.take(key(2000), transfers)
+    assert idle is not None
+    assert used is not None
+    pool.give(idle)
+    pool.close()
+    assert pool.held == 2000
+    mark = LateMark(lambda: None, ())
+    used.busy.append(mark)
+    pool.give(used)
+    assert mark.done
+    assert pool.held == 0
+    assert not transfers.pinned
+
+
+def test_a_graphs_buffers_are_its_own_until_it_is_released() -> None:
+    pool, transfers, _ = pool_of(10_000)
+    warm = [pool.take(key(1000), transfers) for _ in range(2)]
+    for buffer in warm:
+        assert buffer is not None
+        pool.give(buffer)
+    transfers.graph = True
+    with pool.reserved() as reservation:
+        first, second = pool.take(key(1000), transfers), pool.take(key(1000), transfers)
+        assert {id(first), id(second)} == set(map(id, warm))
+        assert first is not None
+        pool.give(first)
+        assert pool.take(key(1000), transfers) is first  # the same graph may use it twice
+        with pytest.raises(RuntimeError, match="no idle host buffer of 1,000 bytes while a CUDA graph is captured"):
+            pool.take(key(1000), transfers)
+        assert second is not None
+        pool.give(first)
+        pool.give(second)
+    transfers.graph = False
+    eager = pool.take(key(1000), transfers)
+    assert eager not in warm
+    assert pool.held == 3000
+    reservation.release()
+    assert pool.take(key(1000), transfers) in warm
+
+
+def test_a_capture_without_a_reservation_shares_nothing_with_anybody() -> None:
+    pool, transfers, _ = pool_of(10_000)
+    warm = [pool.take(key(1000), transfers) for _ in range(2)]
+    for buffer in warm:
+        assert buffer is not None
+        pool.give(buffer)
+    transfers.graph = True
+    first = pool.take(key(1000), transfers)
+    assert first is not None
+    pool.give(first)
+    second = pool.take(key(1000), transfers)
+    assert second is not first
+    assert second is not None
+    pool.give(second)
+    transfers.graph = False
+    assert pool.take(key(1000), transfers) not in warm
+    pool.close()
+    assert pool.held == 1000

@@ -1,0 +1,543 @@
+"""Offloaded gradients are bitwise those of plain recompute, whatever the order of forwards and backwards."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from late import LateTransfers
+from offloading import IDS, LAYERS, assert_same_bits, deep, loss_of, offloaded, plain, step
+from packed import documents, logits_of, model_of, row_of, with_adapter
+from slipstream import InputError, Options, apply
+from slipstream.cost.offload import Split
+from slipstream.memory.held import Held, Layout
+from slipstream.memory.transfers import DeviceMemory, HostTransfers
+from slipstream.train.loss import summed_cross_entropy
+
+OTHER = torch.arange(40, 70)[None]
+
+
+@pytest.mark.parametrize("transfers", [LateTransfers, HostTransfers])
+@pytest.mark.parametrize("buffers", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_bitwise_those_of_recompute(dtype: torch.dtype, buffers: int, transfers: Any) -> None:
+    expected = step(plain(deep().to(dtype)))
+    model = deep().to(dtype)
+    with offloaded(model, buffers=buffers, transfers=transfers()) as made:
+        assert_same_bits(step(model), expected)
+        assert (made.lane.sent, made.lane.reloads) == (LAYERS - 1, LAYERS - 1)
+        assert made.offload.pool.held == (LAYERS - 1) * IDS.numel() * 32 * dtype.itemsize  # buffers follow the dtype
+
+
+def two_in_order(model: Any) -> None:
+    first, second = loss_of(model), loss_of(model, OTHER)
+    first.backward()
+    second.backward()
+
+
+def two_reversed(model: Any) -> None:
+    first, second = loss_of(model), loss_of(model, OTHER)
+    second.backward()
+    first.backward()
+
+
+def interleaved(model: Any) -> None:
+    """Forward A, forward B, backward B, forward C, backward A, backward C."""
+    a, b = loss_of(model), loss_of(model, OTHER)
+    b.backward()
+    c = loss_of(model, OTHER[:, 3:19])
+    a.backward()
+    c.backward()
+
+
+def retained_twice(model: Any) -> None:
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def accumulated(model: Any) -> None:
+    for ids in (IDS, OTHER, IDS + 1):
+        loss_of(model, ids).backward()
+
+
+def dropped_forward(model: Any) -> None:
+    loss_of(model, OTHER)
+    loss_of(model).backward()
+
+
+def evaluation_between(model: Any) -> None:
+    loss = loss_of(model)
+    model.eval()
+    with torch.no_grad():
+        loss_of(model, OTHER)
+    with torch.inference_mode():
+        loss_of(model, OTHER)
+    model.train()
+    loss.backward()
+    loss_of(model, OTHER).backward()
+
+
+def summed(model: Any) -> None:
+    (loss_of(model) + loss_of(model, OTHER)).backward()
+
+
+def partial_gradient(model: Any) -> None:
+    """A backward that stops half-way, whose reloads ahead nobody asks for."""
+    loss = loss_of(model)
+    (part,) = torch.autograd.grad(loss, [model.model.layers[3].mlp.up_proj.weight], retain_graph=True)
+    loss.backward()
+    model.model.layers[3].mlp.up_proj.weight.grad.add_(part)
+
+
+ORDERS = (
+    two_in_order,
+    two_reversed,
+    interleaved,
+    retained_twice,
+    accumulated,
+    dropped_forward,
+    evaluation_between,
+    summed,
+    partial_gradient,
+)
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 4])
+@pytest.mark.parametrize("run", ORDERS)
+def test_any_order_of_forwards_and_backwards(run: Callable[[Any], None], buffers: int) -> None:
+    expected = step(plain(deep()), run)
+    model = deep()
+    with offloaded(model, buffers=buffers) as made:
+        for _ in range(2):  # the second time with buffers used before
+            assert_same_bits(step(model, run), expected)
+        assert made.lane.reloads > LAYERS - 1
+        assert not made.lane.filled
+        assert made.offload.pool.idle == made.offload.pool.held
+
+
+def test_nested_checkpoints() -> None:
+    def nested(model: Any) -> None:
+        checkpoint(lambda ids: loss_of(model, ids), IDS, use_reentrant=False).backward()
+
+    expected = step(plain(deep()), nested)
+    model = deep()
+    with offloaded(model) as made:
+        assert_same_bits(step(model, nested), expected)
+        assert made.lane.sent == 2 * (LAYERS - 1)  # the outer recompute is a forward of its own
+        assert made.offload.pool.idle == made.offload.pool.held
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "gpt_oss", "qwen3_moe"])
+def test_packed_rows_of_families(family: str) -> None:
+    layers = {"num_hidden_layers": 4}
+    if family in ("gemma3_text", "gpt_oss", "qwen2"):
+        layers["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    row = row_of(documents())
+
+    def run(model: Any) -> None:
+        summed_cross_entropy(logits_of(model, row), row["labels"]).backward()
+
+    expected = step(apply(with_adapter(model_of(family, **layers)), Options(activations="recompute")), run)
+    model = apply(with_adapter(model_of(family, **layers)), Options(activations="keep"))
+    base = model.get_base_model()
+    base._slipstream.checkpointing.hooks.pop().remove()  # else what apply chose would be put back
+    with offloaded(base) as made:
+        assert_same_bits(step(model, run), expected)
+        assert made.lane.reloads == 3
+
+
+def test_dropout_is_drawn_again_as_it_was() -> None:
+    def run(model: Any) -> None:
+        torch.manual_seed(3)
+        loss_of(model).backward()
+
+    expected = step(plain(with_adapter(deep(), dropout=0.5).get_base_model()), run)
+    without = step(plain(with_adapter(deep()).get_base_model()), run)
+    assert any(not torch.equal(expected[name], without[name]) for name in expected)  # dropout does something
+    model = with_adapter(deep(), dropout=0.5).get_base_model()
+    with offloaded(model):
+        assert_same_bits(step(model, run), expected)
+
+
+def test_frozen_layers_and_tied_embeddings() -> None:
+    def prepared() -> Any:
+        model = deep(tie_word_embeddings=True)
+        for layer in model.model.layers[:2]:
+            layer.requires_grad_(False)
+        model.model.layers[3].requires_grad_(False)
+        return model
+
+    def frozen_embeddings(model: Any) -> Any:
+        model.model.embed_tokens.weight.requires_grad_(False)
+        return model
+
+    for change in (lambda model: model, frozen_embeddings):
+        expected = step(plain(change(prepared())))
+        model = change(prepared())
+        with offloaded(model) as made:
+            assert_same_bits(step(model), expected)
+            assert made.lane.reloads > 0
+            assert made.offload.pool.idle == made.offload.pool.held
+
+
+@pytest.mark.parametrize("split", [Split(2, 1, 2), Split(0, 3, 2), Split(1, 2, 2), Split(3, 1, 1)])
+def test_some_kept_some_recomputed_the_rest_offloaded(split: Split) -> None:
+    expected = step(plain(deep()))
+    model = deep()
+    calls = []
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+    with offloaded(model, split=split) as made:
+        assert_same_bits(step(model), expected)
+        assert made.lane.sent == made.lane.reloads == split.offloaded
+    recomputed = [index for index in range(LAYERS) if calls.count(index) == 2]
+    assert recomputed == list(range(split.offloaded + split.recomputed))
+
+
+# When copies are issued
+
+
+def test_the_next_reload_is_issued_before_a_layers_recompute() -> None:
+    model = deep()
+    with offloaded(model) as made:
+        log = made.device.log
+        loss = loss_of(model)
+        for index, layer in enumerate(model.model.layers):
+            layer.input_layernorm.register_forward_pre_hook(lambda *_, index=index: log.append(f"layer {index}"))
+        del log[:]
+        loss.backward()
+    expected = ["back", f"layer {LAYERS - 1}"]
+    for index in reversed(range(1, LAYERS - 1)):
+        expected += ["back", "join", f"layer {index}"]
+    assert log == [*expected, "join", "layer 0"]
+
+
+def test_one_buffer_reloads_when_the_layer_asks() -> None:
+    model = deep()
+    with offloaded(model, buffers=1) as made:
+        loss = loss_of(model)
+        del made.device.log[:]
+        loss.backward()
+        assert made.device.log == ["back", "join"] * (LAYERS - 1)
+
+
+def test_copies_out_are_joined_a_layer_later() -> None:
+    model = deep()
+    with offloaded(model) as made:
+        log = made.device.log
+        for index, layer in enumerate(model.model.layers):
+            layer.input_layernorm.register_forward_pre_hook(lambda *_, index=index: log.append(f"layer {index}"))
+        loss_of(model)
+    assert log[:5] == ["out", "layer 0", "join", "out", "layer 1"]
+    assert log[-2:] == ["join", f"layer {LAYERS - 1}"]  # the last layer's input stays
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_no_more_reloads_are_under_way_than_buffers(buffers: int) -> None:
+    model, most = deep(num_hidden_layers=8), []
+    with offloaded(model, buffers=buffers) as made:
+        loss = loss_of(model)
+        for layer in model.model.layers:
+            layer.input_layernorm.register_forward_pre_hook(lambda *_: most.append(made.lane.ahead))
+        loss.backward()
+        assert max(most) == buffers - 1
+        assert made.lane.ahead == 0
+
+
+# What is given back
+
+
+def test_nothing_is_left_over_many_steps() -> None:
+    model, ids = deep(num_hidden_layers=3), IDS[:, :8]
+    with offloaded(model) as made:
+        loss_of(model, ids).backward()
+        held = made.offload.pool.held
+        gc.collect()
+        gc.disable()  # reference counts alone must free it
+        try:
+            for number in range(200):
+                loss = loss_of(model, ids)
+                if number % 3:
+                    loss.backward()
+                del loss  # every third is a forward without a backward
+            assert not [o for o in gc.get_objects() if isinstance(o, Held)]
+        finally:
+            gc.enable()
+        assert made.lane.sent == 201 * 2
+        assert made.offload.pool.held == made.offload.pool.idle == held
+        assert not made.lane.leaving
+        assert made.lane.ahead == 0
+        assert len(made.device.pinned) == 2
+    assert made.offload.pool.held == 0
+    assert not made.device.pinned
+
+
+def test_restore_before_the_backward_gives_back_after_it() -> None:
+    expected = step(plain(deep()))
+    model = deep()
+    with offloaded(model) as made:
+        loss = loss_of(model)
+    assert made.offload.pool.held > 0  # the graph still needs it
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    assert_same_bits({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, expected)
+    assert made.offload.pool.held == 0
+    assert not made.device.pinned
+
+
+def test_inputs_leave_the_device() -> None:
+    """Between forward and backward only the last layer's input is alive."""
+    model, inputs = deep(), []
+    for layer in model.model.layers:
+        layer.input_layernorm.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+    with offloaded(model) as made:
+        loss = loss_of(model)
+        held = [one for one in gc.get_objects() if isinstance(one, Held)]
+        assert len(held) == LAYERS
+        assert sum(one.kept is not None for one in held) == 1
+        assert not made.lane.leaving
+        assert len(inputs) == LAYERS
+        assert sum(one() is not None for one in inputs) <= 1
+        loss.backward()
+
+
+# What can't be copied back exactly
+
+
+def test_only_dense_aligned_inputs_leave() -> None:
+    assert Layout.of(torch.empty(2, 3, 4)).dense
+    assert Layout.of(torch.empty(2, 3, 4).transpose(0, 2)).dense
+    assert Layout.of(torch.empty(2, 1, 4)[:, :, :]).dense
+    assert not Layout.of(torch.empty(2, 3, 4)[:, :, :2]).dense
+    assert not Layout.of(torch.empty(4).expand(3, 4)).dense
+    assert not Layout.of(torch.empty(0, 4)).dense
+    x = torch.randn(2, 3, 4).transpose(0, 1)
+    layout = Layout.of(x)
+    assert layout.nbytes == 2 * 3 * 4 * 4
+    back = layout.restored(layout.flat(x).clone())
+    assert torch.equal(back, x)
+    assert back.stride() == x.stride()
+
+
+@pytest.mark.parametrize(
+    ("view", "sent"),
+    [
+        (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), True),
+        (lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]], False),
+        (lambda x: torch.cat([x, x], dim=0)[1:], True),
+        (lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape), False),
+    ],
+    ids=["permuted", "gaps", "part", "unaligned"],
+)
+def test_views_and_strides_come_back_as_they_were(view: Callable[[torch.Tensor], torch.Tensor], sent: bool) -> None:
+    ids = torch.cat([IDS, IDS + 3])
+
+    def prepared() -> tuple[Any, list[Any]]:
+        model, seen = deep(), []
+
+        def change(layer: Any, args: Any) -> Any:
+            return (view(args[0]), *args[1:])
+
+        model.model.layers[2].input_layernorm.register_forward_pre_hook(
+            lambda _, args: seen.append((args[0].shape, args[0].stride()))
+        )
+        forward = model.model.layers[1].forward
+        model.model.layers[1].forward = lambda *a, **k: view(forward(*a, **k))
+        return model, seen
+
+    def run(model: Any) -> None:
+        loss_of(model, ids).backward()
+
+    model, seen = prepared()
+    expected = step(plain(model), run)
+    assert len(seen) == 2
+    model, ours = prepared()
+    with offloaded(model) as made:
+        assert_same_bits(step(model, run), expected)
+        assert made.lane.sent == LAYERS - 1 - (not sent)
+    assert ours == seen  # the same strides, in the forward and in the recompute
+
+
+def test_an_input_changed_in_place_is_an_error_and_never_a_wrong_number() -> None:
+    def prepared(index: int) -> Any:
+        model = deep()
+
+        def spoil(_: Any, args: tuple[Any, ...], __: Any) -> None:
+            args[0].detach().add_(1.0)
+
+        model.model.layers[index].register_forward_hook(spoil)
+        return model
+
+    model = prepared(1)
+    with offloaded(model), pytest.raises(RuntimeError, match="changed in place while it was being copied"):
+        loss_of(model)
+    model = prepared(LAYERS - 1)
+    with offloaded(model), pytest.raises(RuntimeError, match="changed in place after the layer's forward"):
+        loss_of(model).backward()
+
+
+# Too little memory
+
+
+class Scarce:
+    """Allocations of reload buffers fail on these calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *failing: int) -> None:
+        self.calls, real = 0, Held._slot
+
+        def slot(held: Held) -> torch.Tensor:
+            self.calls += 1
+            if self.calls in failing:
+                raise torch.OutOfMemoryError("out of memory")
+            return real(held)
+
+        monkeypatch.setattr(Held, "_slot", slot)
+
+
+@pytest.mark.parametrize(("failing", "left"), [((1,), 3), ((3,), 3), ((1, 3), 2), ((1, 3, 5), 1)])
+def test_out_of_memory_ahead_goes_on_with_fewer_buffers(
+    monkeypatch: pytest.MonkeyPatch, failing: tuple[int, ...], left: int
+) -> None:
+    expected = step(plain(deep()))
+    model = deep()
+    with offloaded(model, buffers=4) as made:
+        scarce = Scarce(monkeypatch, *failing)
+        assert_same_bits(step(model), expected)
+        assert scarce.calls == LAYERS - 1 + len(failing)
+        assert made.lane.most == left
+        assert [note.name for note in made.notes] == ["reload buffers"] * len(failing)
+        assert made.notes[-1].on == (left > 1)
+        assert f"{left} left" in made.notes[-1].reason
+        assert_same_bits(step(model), expected)
+        assert len(made.notes) == len(failing)  # not tried again
+
+
+def test_out_of_memory_for_the_input_needed_now_frees_what_was_filled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here what was filled belongs to another graph, whose backward stopped half-way."""
+
+    def run(model: Any) -> None:
+        first, second = loss_of(model), loss_of(model, OTHER)
+        weight = model.model.layers[3].mlp.up_proj.weight
+        torch.autograd.grad(first, [weight], retain_graph=True)
+        second.backward()
+        first.backward()
+
+    expected = step(plain(deep()), run)
+    model = deep()
+    with offloaded(model, buffers=2) as made:
+        Scarce(monkeypatch, 3)  # layers 3 and 2 of the first graph, then layer 3 of the second
+        assert_same_bits(step(model, run), expected)
+        assert made.lane.most == 1
+        assert len(made.notes) == 1
+
+
+def test_out_of_memory_with_nothing_to_free_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deep()
+    with offloaded(model, buffers=1):
+        Scarce(monkeypatch, 2)
+        with pytest.raises(torch.OutOfMemoryError):
+            loss_of(model).backward()
+
+
+def test_a_second_buffer_only_where_memory_is_free_at_the_highest_demand() -> None:
+    size = IDS.numel() * 32 * 4
+    model, device = deep(), LateTransfers()
+    device.memory_now = DeviceMemory(usable=100 * size, allocated=40 * size, peak=99 * size)
+    with offloaded(model, buffers=3, transfers=device) as made:
+        step(model)
+        assert made.lane.depth == 2  # learned from the first backward, which ran with one
+        assert made.device.log.count("back") == LAYERS - 1
+        device.memory_now = DeviceMemory(usable=100 * size, allocated=40 * size, peak=98 * size)
+        step(model)
+        assert made.lane.depth == 3 == made.lane.most
+        device.memory_now = DeviceMemory(usable=100 * size, allocated=43 * size, peak=100 * size)
+        loss = loss_of(model)
+        depths: list[int] = []
+        for layer in model.model.layers:
+            layer.input_layernorm.register_forward_pre_hook(lambda *_: depths.append(made.lane.depth))
+        loss.backward()
+        assert set(depths[:-1]) == {2}  # tensors have come since, so that the third buffer no longer fits
+        assert not made.notes
+
+
+def test_host_memory_too_small_is_told_before_the_first_copy() -> None:
+    size = IDS.numel() * 32 * 4
+    model = deep()
+    with offloaded(model, pool_bytes=(LAYERS - 1) * size - 1) as made:
+        with pytest.raises(InputError, match=r"needs 0.0 GiB of host memory \(4 layer inputs of .* raise memory.host"):
+            loss_of(model)
+        assert made.device.log == []
+
+
+def test_inputs_without_room_stay_where_they_are() -> None:
+    expected = step(plain(deep()))
+    size = IDS.numel() * 32 * 4
+    model = deep()
+    with offloaded(model, pool_bytes=2 * size, strict=False) as made:
+        for _ in range(2):
+            assert_same_bits(step(model), expected)
+        assert made.lane.sent == 4
+        assert [note.name for note in made.notes] == ["host memory"]
+        assert "stay on the device" in made.notes[0].reason
+
+
+def test_pinning_that_fails_is_told_once_and_goes_on() -> None:
+    expected = step(plain(deep()))
+    model, device = deep(), LateTransfers()
+    device.pinnable = False
+    with offloaded(model, transfers=device) as made:
+        for _ in range(2):
+            assert_same_bits(step(model), expected)
+        assert [note.name for note in made.notes] == ["pinned memory"]
+        assert not made.notes[0].on
+
+
+def test_a_copy_that_fails_is_that_steps_error() -> None:
+    class Failing(LateTransfers):
+        def back(self, *_: Any) -> Any:
+            raise RuntimeError("the link is down")
+
+    model = deep()
+    with offloaded(model, transfers=Failing()), pytest.raises(RuntimeError, match="the link is down"):
+        loss_of(model).backward()
+
+
+# What is passed in
+
+
+def test_a_context_is_entered_in_forward_and_recompute() -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def context(name: str) -> Any:
+        seen.append(name)
+        yield
+
+    expected = step(plain(deep()))
+    model = deep()
+    with offloaded(model, context_fn=lambda: (context("forward"), context("recompute"))):
+        assert_same_bits(step(model), expected)
+    assert seen == ["forward"] * LAYERS + ["recompute"] * LAYERS
+
+
+def test_inputs_given_by_keyword_stay_and_that_is_told_once() -> None:
+    expected = step(plain(deep()))
+    model = deep()
+    with offloaded(model) as made:
+        for layer in model.model.layers:
+            function = layer._gradient_checkpointing_func
+            layer._gradient_checkpointing_func = lambda inner, x, function=function: function(
+                lambda *, hidden_states: inner(hidden_states), hidden_states=x
+            )
+        model.model._forward_pre_hooks.clear()  # these functions are the test's own
+        for _ in range(2):
+            assert_same_bits(step(model), expected)
+        assert not made.offload.lanes
+        assert [(note.name, note.on) for note in made.notes] == [("offload", False)]
