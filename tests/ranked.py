@@ -167,6 +167,9 @@ def main(folder: Path) -> None:
     run("asked", 2, arms={1: at_call(Trainer, "training_step", 9, ask)}, **dropout)
     told["asked after"] = [step.step for step in read_records(folder / "runs/asked").steps]
     run("asked", 2, resume=True, **dropout)
+    exchanging = dict.fromkeys(range(2), lambda: setattr(Trainer, "_exchanges", lambda *_: True))
+    run("exchanged", 2, arms=exchanging, train__accumulate=2)
+    run("exchanged alone", 1, train__accumulate=4)
     divided = {"train__sharding": "fsdp2"}
     run("divided", 2, **dropout, **divided)
     full = {"adapter": {"kind": "none"}, "train__learning_rate": 0.001}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 
@@ -35,6 +36,8 @@ class SeveralRanksTrainer(transformers.Trainer):  # type: ignore[misc]
     """``transformers.Trainer`` whose ranks take the same number of steps, with no row lost and none doubled."""
 
     sharded = False
+    exchanges = False
+    """Whether gradients are exchanged here, not by the wrapper around the model."""
     _order: EvenOrder | None = None
 
     def ranks_decision(self) -> Decision:
@@ -53,6 +56,32 @@ class SeveralRanksTrainer(transformers.Trainer):  # type: ignore[misc]
             return Decision("sharding", False, "one process has no one to divide with; start several")
         self.sharded = True
         return shard(self.model, compute_dtype)
+
+    # ------------------------------------------------------------------------------------------------- gradients
+
+    def _exchanges(self, mode: str) -> bool:
+        """A recorded step goes round DistributedDataParallel. What begins so stays so, on all ranks, even where one
+        gives its recording up: they must all exchange in the same way.
+        """
+        return self.args.world_size > 1 and not self.sharded and mode == "captured"
+
+    def exchange(self) -> None:
+        """Add the ranks' gradients together, after the last batch of a step; no host wait.
+
+        All at once when the backward has ended, so this is not hidden under it; adapters' gradients are few.
+        """
+        if not self.exchanges or not self.accelerator.sync_gradients:
+            return
+        gradients: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in (parameter for parameter in self.model.parameters() if parameter.requires_grad):
+            if parameter.grad is None:  # others may have one
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        for alike in gradients.values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in alike])
+            dist.all_reduce(flat)
+            parts = torch.split(flat, [gradient.numel() for gradient in alike])
+            torch._foreach_copy_(alike, [part.view_as(gradient) for part, gradient in zip(parts, alike, strict=True)])
 
     # ------------------------------------------------------------------------------------------------- rows
 

@@ -130,7 +130,7 @@ class Trainer(SeveralRanksTrainer):
         step = self.step = self.step or self._make_step()
         model.train()
         inputs = self._prepare_inputs(inputs)
-        if step.mode != "captured":
+        if step.mode != "captured" and not self.exchanges:
             step.settle(inputs)
             with step.layers():
                 loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
@@ -138,16 +138,19 @@ class Trainer(SeveralRanksTrainer):
         learned = learned_tokens(inputs["labels"]) if num_items_in_batch is None else num_items_in_batch
         learned = torch.as_tensor(learned)
         loss = step(inputs, learned.clamp(min=1))
-        self._tally.add(inputs, loss, learned)
+        self._tally.add(inputs, loss * self.args.world_size, learned)  # as compute_loss gives it
+        self.exchange()
         return loss
 
     def _make_step(self) -> Step:
         dtype = self.compute_dtype or (torch.bfloat16 if self.args.bf16 else base_model(self.model).dtype)
         packed = isinstance(self.data_collator, PackedCollator)
-        about = circumstances(self.model, packed=packed, processes=self.accelerator.num_processes, dtype=dtype)
+        together = self.args.world_size if self.sharded else 1  # whole gradients are exchanged after a recorded step
+        about = circumstances(self.model, packed=packed, processes=together, dtype=dtype)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         step = Step(self.model, self._loss_of, trained, about, self.mode, dtype=dtype, on_change=self._on_decision)
         self.batch_loss.compiled = step.mode != "eager"
+        self.exchanges = self._exchanges(step.mode)
         for decision in step.decisions:
             self._on_decision(decision)
         return step
