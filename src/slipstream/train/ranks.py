@@ -56,9 +56,10 @@ class Ranks:
         ours = not dist.is_initialized()
         if ours:
             _connect(local)
-        yield cls(index, count, local, dist.new_group(backend="gloo", timeout=PATIENCE))
+        group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        yield cls(index, count, local, group)
         if ours:  # after an exception the process ends, and with it what it was connected to
-            dist.barrier()
+            dist.barrier(group=group)
             dist.destroy_process_group()
 
     @property
