@@ -74,6 +74,9 @@ class LateTransfers:
     def capturing(self) -> bool:
         return self.graph
 
+    def finish(self) -> None:
+        self.log.append("finish")
+
     def memory(self) -> DeviceMemory | None:
         return self.memory_now
 

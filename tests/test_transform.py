@@ -63,7 +63,7 @@ def test_decisions_tell_what_was_chosen_and_why() -> None:
     assert not found["experts"].on
     found.clear()
     decisions(model).clear()
-    assert len(decisions(model)) == 4  # a copy
+    assert len(decisions(model)) == 5  # a copy
 
 
 def test_a_named_choice_that_cannot_be_honoured_is_refused_and_changes_nothing() -> None:

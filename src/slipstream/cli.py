@@ -226,6 +226,9 @@ def bench_offload(
     host_limit: Annotated[
         float | None, typer.Option("--host-limit", help="GiB of host memory; 80% of what is free if not given.")
     ] = None,
+    mode: Annotated[
+        str | None, typer.Option("--mode", help="eager or compiled layers; by default eager for --part reload.")
+    ] = None,
     cap: Annotated[float, typer.Option("--cap", help="GB of device memory for --part longest.")] = 80.0,
 ) -> None:
     """Layer inputs offloaded and reloaded ahead: the published measurement, on this device."""
@@ -233,7 +236,14 @@ def bench_offload(
         from slipstream.bench import offload_command
 
         asked = offload_command.options(
-            shape=shape, tokens=tokens, rounds=rounds, layers=layers, part=part, host_limit=host_limit, cap=cap
+            shape=shape,
+            tokens=tokens,
+            rounds=rounds,
+            layers=layers,
+            part=part,
+            host_limit=host_limit,
+            mode=mode,
+            cap=cap,
         )
         result, last_line = offload_command.run(asked, _console(stderr=as_json), out=out, csv=csv)
         emit(result)

@@ -45,7 +45,7 @@ from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, re
 from slipstream.train.run_folder import discard, full_disk_told, publish, staging_for
 from slipstream.train.sharding import is_divided, whole_weights
 from slipstream.train.trainer import Trainer
-from slipstream.transform import Options, apply, decisions, restore
+from slipstream.transform import Options, apply, decisions, restore, tell_later_decisions
 from slipstream.versions import SLIPSTREAM
 
 
@@ -190,6 +190,7 @@ class _Training:
 
     def run(self, checkpoint: Path | None, autocast: torch.dtype) -> RunSummary:
         """Train to the end or to the first signal, and leave everything in the run folder."""
+        tell_later_decisions(self.model, self._decided)
         trainer = self._trainer(autocast)
         loss, about = trainer.batch_loss, (trainer.ranks_decision(), trainer.sharding_decision)
         for decision in filter(None, (loss.decision, loss.balance_decision, *about)):

@@ -9,8 +9,7 @@ own attention, so that unpacked training is exactly its own.
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -68,6 +67,22 @@ class Options:
     """The dtype that layers compute in, where autocast makes it differ from the weights'."""
 
 
+@dataclass
+class Later:
+    """Keeps decisions taken after ``apply``, and tells them as they are taken."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    listener: Callable[[Decision], None] | None = None
+
+    def __call__(self, decision: Decision) -> None:
+        """One more."""
+        self.decisions.append(decision)
+        if self.listener is None:
+            logger.warning("%s", decision)
+        else:
+            self.listener(decision)
+
+
 @dataclass(frozen=True)
 class Applied:
     """What hangs on a model after ``apply``, and what ``restore`` needs."""
@@ -78,7 +93,7 @@ class Applied:
     previous_attention: str
     forward: PackedForward
     checkpointing: Checkpointing
-    later: list[Decision]
+    later: "Later"
     """What turned out otherwise since."""
     experts: AppliedExperts | None
 
@@ -101,8 +116,8 @@ def apply(model: Model, options: Options | None = None) -> Model:
     previous = base.config._attn_implementation
     mixture = AppliedExperts.to(base, experts_choice) if experts_choice else None
     kept = mixture.kept.contexts if mixture else None  # the forward's routing, for the recompute
-    later: list[Decision] = []
-    checkpointing = _set_checkpointing(options, base, memory, partial(_note, later), kept)
+    later = Later()
+    checkpointing = _set_checkpointing(options, base, memory, later, kept)
     if key is not None:
         register_attention()
         base.set_attn_implementation(key)
@@ -134,7 +149,21 @@ def decisions(model: nn.Module) -> list[Decision]:
     ``apply``.
     """
     applied: Applied | None = getattr(base_model(model), ATTRIBUTE, None)
-    return [] if applied is None else [*applied.decisions, *applied.later]
+    return [] if applied is None else [*applied.decisions, *applied.later.decisions]
+
+
+def tell_later_decisions(model: nn.Module, listener: Callable[[Decision], None]) -> None:
+    """Have ``listener`` called with what turns out otherwise than ``apply`` decided; without one it is a warning."""
+    applied: Applied | None = getattr(base_model(model), ATTRIBUTE, None)
+    if applied is not None:
+        applied.later.listener = listener
+
+
+def release_graphs(model: nn.Module) -> None:
+    """Have back what captured graphs of this model's step name; none of them may be replayed afterwards."""
+    applied: Applied | None = getattr(base_model(model), ATTRIBUTE, None)
+    if applied is not None:
+        applied.checkpointing.release_graphs()
 
 
 def applied(model: nn.Module) -> Applied | None:
@@ -250,12 +279,6 @@ def _set_checkpointing(
             decide=decide,
         )
     return set_checkpointing(base, chosen.split, decide=decide, offload=offload, context_fn=kept)
-
-
-def _note(later: list[Decision], decision: Decision) -> None:
-    """Keep a decision taken after ``apply``, and say it where nobody asks for the list."""
-    later.append(decision)
-    logger.warning("%s", decision)
 
 
 def _rotary_decision(forward: PackedForward) -> Decision:

@@ -106,6 +106,18 @@ def test_arms_leave_the_model_and_the_host_as_they_were() -> None:
     bench.close()
 
 
+def test_compiled_layers_are_in_place_until_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_it = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_it(function, backend="eager", **options))
+    bench = Bench.of(shape_config("tiny", 2), CPU, "compiled")
+    row = Row.of(long_documents(64, 64, 100), 64, CPU)
+    assert all("forward" in vars(layer) for layer in bench.base.model.layers)
+    with steps(bench, row, ARMS, None) as arms:
+        assert set(prove_equal(arms).values()) == {0.0}
+    bench.close()
+    assert not any("forward" in vars(layer) for layer in bench.base.model.layers)
+
+
 def test_cases_by_device_and_words() -> None:
     assert [tokens for _, tokens in cases(OffloadBench(), CUDA)] == [49_152, 49_152, 24_576, 8_192]
     assert cases(OffloadBench(), CPU) == [("tiny", 256)]

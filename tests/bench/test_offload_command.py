@@ -66,6 +66,7 @@ def test_a_case_left_out_is_shown(call) -> None:
         (["--tokens", "12"], "tokens 12 < 64"),
         (["--tokens", "2k"], "--tokens '2k' must be whole numbers"),
         (["--part", "both"], "--part 'both' is none of reload, longest, document, all"),
+        (["--mode", "fast"], "--mode 'fast' is none of eager, compiled"),
         (["--cap", "0"], "--cap 0.0 <= 0"),
         (["--out", "/no/such/folder/r.json"], "existing folder"),
     ],

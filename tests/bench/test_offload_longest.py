@@ -22,7 +22,13 @@ def bench() -> Iterator[Bench]:
 
 
 def test_rows_of_both_arms() -> None:
-    asked = {"packed": (128,), "document": True, "cap_bytes": 10**9, "host_limit": None}
+    asked: dict[str, Any] = {
+        "mode": "eager",
+        "packed": (128,),
+        "document": True,
+        "cap_bytes": 10**9,
+        "host_limit": None,
+    }
     found = list(rows(shape_config("tiny", 2), "tiny", CPU, say=lambda _: None, **asked))
     assert [(row["arm"], row["row"], row["fits"]) for row in found] == [
         (DOUBLE, "packed", True),

@@ -17,13 +17,16 @@ from slipstream.bench import offload
 from slipstream.bench.offload import OffloadBench
 from slipstream.bench.offload_trace import shares
 from slipstream.cost.hardware import describe
+from slipstream.device.feed import PackedCollator
 from slipstream.device.segments import Segments
 from slipstream.errors import InputError
 from slipstream.memory.held import Held
 from slipstream.memory.host_buffers import BufferKey, HostPool, page_aligned
 from slipstream.memory.policy import host_budget
 from slipstream.memory.transfers import CudaTransfers
-from slipstream.transform import ATTRIBUTE, Options, apply, decisions, restore
+from slipstream.model.lora import AdapterOptions, add_adapter
+from slipstream.train.train_step import TrainStep
+from slipstream.transform import ATTRIBUTE, Options, apply, base_model, decisions, restore
 
 LAYERS, TOKENS, HIDDEN = 6, 2048, 512
 DEVICE = torch.device("cuda", 0)
@@ -319,7 +322,7 @@ def test_the_step_can_be_captured_and_replayed() -> None:
     pool = offload_of(model).pool
     held = pool.held
     graph = torch.cuda.CUDAGraph()
-    with pool.reserved() as reservation, torch.cuda.graph(graph):
+    with torch.cuda.graph(graph):
         forward_backward()
     assert pool.held == held  # the warm-up's buffers, now the graph's
     assert pool.idle == 0
@@ -337,7 +340,36 @@ def test_the_step_can_be_captured_and_replayed() -> None:
     loss.backward()
     assert_same_bits(gradients_of(model), expected[7])
     del graph
-    reservation.release()
+    getattr(model, ATTRIBUTE).checkpointing.release_graphs()
+    assert pool.idle == pool.held
+
+
+def test_the_trained_step_is_captured_with_offload() -> None:
+    """A whole optimizer step, recorded once: replays move the inputs too, and learn what recompute learns."""
+
+    def run(activations: str) -> tuple[TrainStep, Any, list[float]]:
+        torch.manual_seed(0)
+        model = add_adapter(model_of(torch.bfloat16), AdapterOptions(rank=8), seed=0).train()
+        apply(model, Options(attention="sdpa", activations=activations))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        step = TrainStep(model, torch.optim.AdamW(trained, lr=1e-3, fused=True), mode="captured")
+        batches = [
+            PackedCollator(tokens=TOKENS)(
+                [{"input_ids": ids_of(seed, length)[0].tolist()} for length in (700, 900, 300)]
+            )
+            for seed in range(6)
+        ]
+        return step, model, [float(step(batch)) for batch in batches]
+
+    expected_step, _, expected = run("recompute")
+    step, model, found = run("offload")
+    assert (step.mode, expected_step.mode) == ("captured", "captured"), step.decisions
+    assert found == pytest.approx(expected, abs=5e-3)
+    assert len(set(expected)) == 6
+    pool = offload_of(base_model(model)).pool
+    assert pool.held == (LAYERS - 1) * TOKENS * HIDDEN * 2  # one set of buffers for warm-up and graph
+    assert pool.idle == 0
+    step.close()
     assert pool.idle == pool.held
 
 

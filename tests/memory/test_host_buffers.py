@@ -7,7 +7,7 @@ import torch
 
 from late import LateMark, LateTransfers
 from slipstream.decision import Decision
-from slipstream.memory.host_buffers import BufferKey, HostPool, page_aligned
+from slipstream.memory.host_buffers import BufferKey, HostBuffer, HostPool, page_aligned
 
 DEVICE = torch.device("cuda", 0)
 
@@ -97,47 +97,52 @@ def test_close_gives_back_what_is_idle_and_later_what_was_in_use() -> None:
     assert not transfers.pinned
 
 
-def test_a_graphs_buffers_are_its_own_until_it_is_released() -> None:
+def test_buffers_of_graphs_are_lent_to_graphs_only_until_they_are_released() -> None:
     pool, transfers, _ = pool_of(10_000)
-    warm = [pool.take(key(1000), transfers) for _ in range(2)]
+    warm = [taken(pool, transfers) for _ in range(2)]
     for buffer in warm:
-        assert buffer is not None
         pool.give(buffer)
     transfers.graph = True
-    with pool.reserved() as reservation:
-        first, second = pool.take(key(1000), transfers), pool.take(key(1000), transfers)
-        assert {id(first), id(second)} == set(map(id, warm))
-        assert first is not None
-        pool.give(first)
-        assert pool.take(key(1000), transfers) is first  # the same graph may use it twice
-        with pytest.raises(RuntimeError, match="no idle host buffer of 1,000 bytes while a CUDA graph is captured"):
-            pool.take(key(1000), transfers)
-        assert second is not None
-        pool.give(first)
-        pool.give(second)
-    transfers.graph = False
-    eager = pool.take(key(1000), transfers)
-    assert eager not in warm
-    assert pool.held == 3000
-    reservation.release()
-    assert pool.take(key(1000), transfers) in warm
-
-
-def test_a_capture_without_a_reservation_shares_nothing_with_anybody() -> None:
-    pool, transfers, _ = pool_of(10_000)
-    warm = [pool.take(key(1000), transfers) for _ in range(2)]
-    for buffer in warm:
-        assert buffer is not None
-        pool.give(buffer)
-    transfers.graph = True
-    first = pool.take(key(1000), transfers)
-    assert first is not None
+    first, second = taken(pool, transfers), taken(pool, transfers)
+    assert {first, second} == set(warm)
+    with pytest.raises(RuntimeError, match="no idle host buffer of 1,000 bytes while a CUDA graph is captured"):
+        taken(pool, transfers)
+    mark = LateMark(lambda: None, ())
+    first.busy.append(mark)
     pool.give(first)
-    second = pool.take(key(1000), transfers)
-    assert second is not first
-    assert second is not None
+    assert taken(pool, transfers) is first  # the same graph may use it twice
+    assert first.busy == [mark]  # in order
+    pool.give(first)
     pool.give(second)
     transfers.graph = False
-    assert pool.take(key(1000), transfers) not in warm
+    eager = taken(pool, transfers)
+    assert eager not in warm
+    assert pool.held == 3000
+    transfers.graph = True
+    assert {taken(pool, transfers), taken(pool, transfers)} == set(warm)  # the next graph shares them
+    assert first.busy == []  # the first graph's events mean nothing in it
+    pool.give(first)
+    pool.give(second)
+    transfers.graph = False
+    pool.release_graphs()
+    assert transfers.log == ["finish"]
+    assert taken(pool, transfers) in warm
+
+
+def test_close_takes_what_graphs_name() -> None:
+    pool, transfers, _ = pool_of(10_000)
+    buffer = taken(pool, transfers)
+    pool.give(buffer)
+    transfers.graph = True
+    pool.give(taken(pool, transfers))
+    transfers.graph = False
     pool.close()
-    assert pool.held == 1000
+    assert transfers.log == ["finish"]
+    assert pool.held == 0
+    assert not transfers.pinned
+
+
+def taken(pool: HostPool, transfers: LateTransfers) -> HostBuffer:
+    buffer = pool.take(key(1000), transfers)
+    assert buffer is not None
+    return buffer

@@ -1,4 +1,4 @@
-"""The load-balance loss: the formula of the model, without padding, weighted by tokens, asking the device nothing."""
+"""The load-balance loss: the model's own formula, without padding, weighted by tokens, without a wait."""
 
 import sys
 from pathlib import Path
@@ -62,8 +62,8 @@ def test_padding_is_left_out_of_a_step(family: str, activations: Any, tmp_path: 
         max_steps=1,
         max_grad_norm=0.0,
     )
-    assert trainer.balance_decision is not None
-    assert trainer.balance_decision.on
+    assert trainer.batch_loss.balance_decision is not None
+    assert trainer.batch_loss.balance_decision.on
     trainer.train()
     examples, plain = documents(lengths), mixture_of(family, **ASKED)
     total, count = summed_loss_alone(plain, examples)
@@ -129,7 +129,7 @@ def test_it_is_off_unless_the_model_asks(tmp_path: Path) -> None:
     assert not decision.on
     assert "output_router_logits: false" in decision.reason
     assert find_balance(model_of("llama")) == (None, None)
-    assert trainer_of(tmp_path).balance_decision is None
+    assert trainer_of(tmp_path).batch_loss.balance_decision is None
     assert set(WITH_ONE) | {"deepseek_v2", "deepseek_v3"} == set(MIXTURES)
 
 

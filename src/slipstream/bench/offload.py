@@ -26,6 +26,7 @@ from slipstream.bench.offload_arms import (
     RECOMPUTE,
     SINGLE,
     Bench,
+    Mode,
     Row,
     Step,
     offload_of,
@@ -106,6 +107,8 @@ class OffloadBench:
     """Fewer layers than the shapes have; on a card 8 for ``reload``, else all."""
     host_limit: float | None = None
     """GiB of host memory for offloaded inputs; 80% of what is free without it."""
+    mode: Mode | None = None
+    """How layers run: eager by default for ``reload``, compiled on a card for rows that must fit."""
     cap: float = 80.0
     """GB of device memory that ``longest`` and ``document`` may use."""
 
@@ -148,6 +151,7 @@ def _rows(options: OffloadBench, device: torch.device, say: Say) -> Iterator[dic
             shape_config(shape, options.layers),
             shape,
             device,
+            mode=options.mode or ("compiled" if device.type == "cuda" else "eager"),
             packed=() if options.part == "document" else options.tokens or offload_longest.packed_rows(device),
             document=options.part != "longest",
             cap_bytes=int(options.cap * 1e9),
@@ -177,8 +181,9 @@ def measure_case(shape: str, layers: int, tokens: int, options: OffloadBench, de
     """One row of the results; what can't run here is a row with the reason."""
     config = shape_config(shape, layers)
     documents = long_documents(tokens, LONGEST_DOCUMENT, min(40_000, config.vocab_size))
-    row = {"shape": shape, "layers": layers, "tokens": tokens, "documents": len(documents)}
-    bench = Bench.of(config, device)
+    mode = options.mode or "eager"
+    row = {"shape": shape, "layers": layers, "tokens": tokens, "documents": len(documents), "mode": mode}
+    bench = Bench.of(config, device, mode)
     try:
         return {**row, **_measured(bench, Row.of(documents, tokens, device), options)}
     except InputError as error:

@@ -6,10 +6,10 @@ reload buffers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,9 +21,13 @@ from slipstream.device.feed import PackedCollator
 from slipstream.memory.checkpointing import Checkpointing, restore_checkpointing, set_checkpointing
 from slipstream.memory.offload import ContextFn, Offload
 from slipstream.memory.policy import host_budget
-from slipstream.train.loss import learned_tokens, summed_cross_entropy
+from slipstream.model.half_adapters import HalfAdapters
+from slipstream.step.regional import CompiledLayers
+from slipstream.train.forward import BatchLoss
+from slipstream.train.loss import learned_tokens
 from slipstream.transform import ATTRIBUTE, Options, apply, base_model, restore
 
+Mode = Literal["eager", "compiled"]
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 RECOMPUTE, SINGLE, DOUBLE, AUTO = "recompute", "offload-1", "offload-2", "offload-auto"
 BUFFERS: Mapping[str, int | str] = {SINGLE: 1, DOUBLE: 2, AUTO: "auto"}
@@ -39,21 +43,37 @@ class Bench:
     dtype: torch.dtype
     optimizer: torch.optim.Optimizer
     parameters: list[torch.nn.Parameter]
+    batch_loss: BatchLoss
+    mode: Mode = "eager"
     notes: list[Decision] = field(default_factory=list)
     """What turned out otherwise than planned."""
+    undo: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
-    def of(cls, config: Any, device: torch.device) -> "Bench":
-        """A random model of this configuration with an adapter, packed attention, and fused AdamW."""
+    def of(cls, config: Any, device: torch.device, mode: Mode = "eager") -> "Bench":
+        """A random model of this configuration with an adapter, packed attention, and fused AdamW.
+
+        ``compiled``: layers compiled and adapters computed in half precision, as the trainer runs them where it can.
+        """
         model = adapted_model(config, device)
         dtype = bench_dtype(device)
         apply(model, Options(activations="keep", compute_dtype=dtype))
         restore_checkpointing(getattr(base_model(model), ATTRIBUTE).checkpointing)  # the arms set their own
         parameters = [p for p in model.parameters() if p.requires_grad]
-        return cls(model, device, dtype, torch.optim.AdamW(parameters, lr=1e-5, fused=True), parameters)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+        loss = BatchLoss(model, partial(_autocast, dtype))
+        loss.compiled = mode == "compiled"
+        made = cls(model, device, dtype, optimizer, parameters, loss, mode)
+        if mode == "compiled":
+            adapters, _ = HalfAdapters.attach(made.base, dtype)
+            if adapters is not None:
+                made.undo.callback(adapters.detach)
+            made.undo.enter_context(CompiledLayers(made.base.get_decoder()).active())
+        return made
 
     def close(self) -> None:
         """Leave the model as it was, without gradients."""
+        self.undo.close()
         self.optimizer.zero_grad(set_to_none=True)
         restore(self.model)
 
@@ -67,10 +87,6 @@ class Bench:
         """Decoder layers, L."""
         return int(self.base.config.num_hidden_layers)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Half precision for what layers compute, as in the trainer."""
-        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, dtype=self.dtype)
-
     def checkpointing(
         self, split: Split, offload: Offload | None = None, context_fn: ContextFn | None = None
     ) -> Checkpointing:
@@ -79,6 +95,11 @@ class Bench:
         for hook in made.hooks:
             hook.remove()
         return made
+
+
+def _autocast(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
+    """Half precision for what layers compute, as in the trainer."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
 @dataclass(eq=False)
@@ -122,12 +143,9 @@ class Step:
 
     def forward(self) -> None:
         """The mean loss of the row's learned tokens; logits are made in chunks, as in the trainer."""
-        base, labels = self.bench.base, self.row.labels
-        inputs = {name: value for name, value in self.row.inputs.items() if name != "labels"}
-        with self.bench.autocast():
-            hidden = base.get_decoder()(**inputs, use_cache=False)[0]
-            total = summed_cross_entropy(hidden, labels, base.get_output_embeddings())
-            self.loss = total / learned_tokens(labels)
+        inputs = {**self.row.inputs, "labels": self.row.labels}
+        total, _ = self.bench.batch_loss(self.bench.model, inputs)
+        self.loss = total / learned_tokens(self.row.labels)
 
     def backward(self) -> None:
         """Gradients of everything trained."""

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from slipstream.bench import offload, offload_table
 from slipstream.bench.document import append_csv, check_writable
+from slipstream.bench.offload_arms import Mode
 from slipstream.errors import InputError
 
 
@@ -23,11 +24,14 @@ def options(
     layers: int | None = None,
     part: str = "reload",
     host_limit: float | None = None,
+    mode: str | None = None,
     cap: float = 80.0,
 ) -> offload.OffloadBench:
     """The benchmark that these words ask for; lists are separated by commas. Raises ``InputError``."""
     if part not in get_args(offload.Part):
         raise InputError(f"--part {part!r} is none of {', '.join(get_args(offload.Part))}")
+    if mode is not None and mode not in get_args(Mode):
+        raise InputError(f"--mode {mode!r} is none of {', '.join(get_args(Mode))}")
     return offload.OffloadBench(
         shapes=_words(shape),
         tokens=_numbers(tokens),
@@ -35,6 +39,7 @@ def options(
         rounds=rounds,
         layers=layers,
         host_limit=host_limit,
+        mode=cast(Mode | None, mode),
         cap=cap,
     )
 

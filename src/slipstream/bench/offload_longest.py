@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from slipstream.bench.harness import clock_for, measure_once
-from slipstream.bench.offload_arms import DOUBLE, RECOMPUTE, Bench, Row, Step, steps
+from slipstream.bench.offload_arms import DOUBLE, RECOMPUTE, Bench, Mode, Row, Step, steps
 from slipstream.bench.shapes import long_documents
 from slipstream.errors import InputError
 
@@ -32,6 +32,7 @@ def rows(
     shape: str,
     device: torch.device,
     *,
+    mode: Mode,
     packed: tuple[int, ...],
     document: bool,
     cap_bytes: int,
@@ -40,7 +41,7 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """A row for each arm and ``packed`` row, and for each arm its longest single ``document`` if that is asked for."""
     with capped(device, cap_bytes):
-        bench = Bench.of(config, device)
+        bench = Bench.of(config, device, mode)
         try:
             for count in packed:
                 for arm in (DOUBLE, RECOMPUTE):
@@ -125,4 +126,4 @@ def predicted_tokens(peaks: list[tuple[int, int]], cap_bytes: int) -> int:
 
 
 def _head(bench: Bench, shape: str, cap_bytes: int) -> dict[str, Any]:
-    return {"part": "longest", "shape": shape, "layers": bench.layers, "cap_bytes": cap_bytes}
+    return {"part": "longest", "shape": shape, "layers": bench.layers, "mode": bench.mode, "cap_bytes": cap_bytes}

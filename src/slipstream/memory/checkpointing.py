@@ -28,6 +28,8 @@ RANDOM = re.compile(r"drop|jitter|noise")
 """Settings of a model's config that make its layers draw random numbers in training."""
 SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 """The attributes by which transformers' layers know whether and how to recompute."""
+CHOOSING = ("aten.topk.default", "slipstream.choose.default")
+"""Operators whose result a recompute must not find again by itself: which experts a token goes to."""
 Switches = list[tuple[nn.Module, dict[str, Any]]]
 """Each module that has a switch, and its own ``SWITCHES`` at one moment."""
 
@@ -65,6 +67,11 @@ class Checkpointing:
                 f"again with other activations, or restore"
             )
             self.decide(Decision("checkpointing", True, reason))
+
+    def release_graphs(self) -> None:
+        """Have back the host memory that captured graphs name; none of them may be replayed afterwards."""
+        if self.offload is not None:
+            self.offload.pool.release_graphs()
 
     def put(self) -> None:
         """Switch the layers as they were switched by ``set_checkpointing``."""
@@ -156,7 +163,7 @@ def _draws(base: Any) -> Callable[[], bool]:
 
 def keep_choices(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """What a layer keeps that is recomputed inside a compiled graph: nothing but the experts it chose."""
-    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.topk.default else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if str(op) in CHOOSING else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _own_switches(modules: list[nn.Module]) -> Switches:

@@ -151,6 +151,13 @@ class Lane:
 class Held:
     """One layer's input in one forward pass: on the device, or on the host until its recompute asks for it."""
 
+    pool: HostPool | None = None
+    buffer: HostBuffer | None = None
+    copied: Mark | None = None
+    """The end of the copy out, and ``loaded`` of the copy back into ``slot``."""
+    slot: torch.Tensor | None = None
+    loaded: Mark | None = None
+
     def __init__(self, lane: Lane, x: torch.Tensor, previous: "Held | None") -> None:
         """``x`` stays on the device until ``send``. ``previous``: the layer's before, in the same pass."""
         self.lane = lane
@@ -159,11 +166,6 @@ class Held:
         self.first: torch.Tensor | None = x
         self.kept: torch.Tensor | None = x.detach()
         self.version = x._version
-        self.pool: HostPool | None = None
-        self.buffer: HostBuffer | None = None
-        self.copied: Mark | None = None
-        self.slot: torch.Tensor | None = None
-        self.loaded: Mark | None = None
 
     @property
     def can_leave(self) -> bool:

@@ -9,14 +9,14 @@ Where the system refuses to pin, the pool goes on with pageable memory, says so 
       ▲                                                                                                │
       └────────────── idle, under (device, dtype, bytes); overwritten only after ``busy`` ◄────────────┘
 
-A buffer taken while a CUDA graph is captured is named in that graph: every replay writes there. It therefore belongs
-to a ``Reservation`` and is seen by nobody else until whoever holds the graph releases it.
+A buffer taken while a CUDA graph is captured is named in that graph, and every replay writes there. From then on it is
+lent to captures only: each graph here holds a whole forward and backward, so that what one replay leaves in it
+is no loss to the next. Passes outside graphs never see it until ``release_graphs``.
 """
 
 import mmap
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,29 +45,14 @@ class HostBuffer:
     """uint8 [nbytes]."""
     transfers: Transfers
     pinned: bool
-    owner: "Reservation | None" = None
+    in_graph: bool = False
+    """Whether a captured graph names it."""
     busy: list[Mark] = field(default_factory=list)
     """Copies that may not be done yet."""
 
     def flat(self) -> torch.Tensor:
         """The memory as a flat tensor of its dtype."""
         return self.memory.view(self.key.dtype)
-
-
-@dataclass(eq=False)
-class Reservation:
-    """Buffers that one captured graph names."""
-
-    pool: "HostPool"
-    idle: list[HostBuffer] = field(default_factory=list)
-
-    def release(self) -> None:
-        """Give them back to the pool; the graph must not be replayed afterwards."""
-        for buffer in self.idle:
-            buffer.owner = None
-            buffer.busy.clear()
-            self.pool.give(buffer)
-        self.idle.clear()
 
 
 class HostPool:
@@ -83,17 +68,19 @@ class HostPool:
         self._returned: deque[HostBuffer] = deque()
         self._pinning = True
         self._closed = False
-        self._graphs = Reservation(self)
-        self._reservation: Reservation | None = None
+        self._graphs: list[HostBuffer] = []
+        self._capturing = False
 
     def take(self, key: BufferKey, transfers: Transfers) -> HostBuffer | None:
-        """A buffer of this kind, or None where the budget has no room for it."""
+        """A buffer of this kind, or None where the budget has no room for it.
+
+        Raises ``RuntimeError`` during a capture, when none can be made, if none is idle.
+        """
         self._collect()
-        owner = self._reservation or (self._graphs if transfers.capturing() else None)
-        buffer = self._reserved(key, owner) or self._from_idle(key) or self._new(key, transfers)
-        if buffer is not None:
-            buffer.owner = owner
-        return buffer
+        if transfers.capturing():
+            return self._for_graph(key)
+        self._capturing = False
+        return self._from_idle(key) or self._new(key, transfers)
 
     def give(self, buffer: HostBuffer) -> None:
         """Take a buffer back; it is overwritten only after the copies in ``buffer.busy``."""
@@ -101,24 +88,22 @@ class HostPool:
         if self._closed:
             self._collect()
 
-    @contextmanager
-    def reserved(self) -> Iterator[Reservation]:
-        """Inside, buffers belong to the reservation that is given: wrap the capture of one graph in it."""
-        assert self._reservation is None, "one graph is captured at a time"
-        self._reservation = Reservation(self)
-        try:
-            yield self._reservation
-        finally:
-            self._collect()
-            self._reservation = None
+    def release_graphs(self) -> None:
+        """Lend what graphs named to everybody again; no graph captured so far may be replayed afterwards."""
+        self._collect()
+        for transfers in {buffer.transfers for buffer in self._graphs}:
+            transfers.finish()
+        for buffer in self._graphs:
+            buffer.in_graph = False
+            buffer.busy.clear()
+            self.give(buffer)
+        self._graphs.clear()
 
     def close(self) -> None:
         """Give everything back to the system; what a graph still holds follows when the graph is freed."""
         self._closed = True
+        self.release_graphs()
         self._collect()
-        for buffer in self._graphs.idle:
-            self._free(buffer)
-        self._graphs.idle.clear()
 
     @property
     def idle(self) -> int:
@@ -130,31 +115,37 @@ class HostPool:
         """Sort in what was given back."""
         while self._returned:
             buffer = self._returned.popleft()
-            if buffer.owner is not None:
-                buffer.owner.idle.append(buffer)
+            if buffer.in_graph:
+                self._graphs.append(buffer)
             else:
                 self._idle.setdefault(buffer.key, []).append(buffer)
         if self._closed:
             self._shrink(0)
 
-    def _reserved(self, key: BufferKey, owner: Reservation | None) -> HostBuffer | None:
-        """One that the same graph is done with; graphs captured without a reservation may not share any."""
-        found = None if owner in (None, self._graphs) else next((b for b in owner.idle if b.key == key), None)
+    def _for_graph(self, key: BufferKey) -> HostBuffer:
+        """One that graphs share, else an idle one, which is theirs from now on."""
+        if not self._capturing:  # another capture has begun: events of the last one mean nothing in it
+            self._capturing = True
+            for buffer in self._graphs:
+                buffer.busy.clear()
+        found = next((buffer for buffer in self._graphs if buffer.key == key), None)
         if found is not None:
-            assert owner is not None
-            owner.idle.remove(found)
-        return found
+            self._graphs.remove(found)
+            return found
+        taken = self._from_idle(key)
+        if taken is None:
+            raise RuntimeError(
+                f"no idle host buffer of {key.nbytes:,} bytes while a CUDA graph is captured, when none can be made; "
+                f"run the step once before it is captured"
+            )
+        taken.in_graph = True
+        return taken
 
     def _from_idle(self, key: BufferKey) -> HostBuffer | None:
         buffers = self._idle.get(key)
         return buffers.pop() if buffers else None
 
     def _new(self, key: BufferKey, transfers: Transfers) -> HostBuffer | None:
-        if transfers.capturing():
-            raise RuntimeError(
-                f"no idle host buffer of {key.nbytes:,} bytes while a CUDA graph is captured, when none can be made; "
-                f"run the step once before it is captured"
-            )
         if self.held + key.nbytes > self.budget:
             self._shrink(max(0, self.budget - key.nbytes))
         if self.held + key.nbytes > self.budget:

@@ -91,7 +91,9 @@ class Offload:
             # An empty stand-in tells the checkpoint which device the layer is on (autocast, random state).
             return checkpoint(with_input, args[0].new_empty(0), *args[1:], **options)
 
-        return recompute
+        # A compiler would trace streams and pools; what it may compile is ``function``.
+        untraced: Callable[..., Any] = torch.compiler.disable(recompute)  # type: ignore[no-untyped-call]
+        return untraced
 
     def set_buffers(self, buffers: Buffers) -> None:
         """Reload with another number of buffers from the next backward on, whatever memory allowed before."""

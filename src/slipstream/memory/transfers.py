@@ -52,6 +52,9 @@ class Transfers(Protocol):
     def capturing(self) -> bool:
         """Whether the current stream is being captured in a graph."""
 
+    def finish(self) -> None:
+        """Let the host wait until the device is idle: for giving memory back, never in a step."""
+
     def memory(self) -> DeviceMemory | None:
         """The device's memory as it stands; None where reload buffers compete for nothing scarce."""
 
@@ -88,6 +91,9 @@ class HostTransfers:
     def capturing(self) -> bool:
         """Never."""
         return False
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
 
     def memory(self) -> DeviceMemory | None:
         """None: a buffer in the host's memory is no dearer than where its contents wait."""
@@ -151,6 +157,10 @@ class CudaTransfers:
         """See ``Transfers``."""
         with torch.cuda.device(self._device):
             return torch.cuda.is_current_stream_capturing()
+
+    def finish(self) -> None:
+        """See ``Transfers``."""
+        torch.cuda.synchronize(self._device)
 
     def memory(self) -> DeviceMemory | None:
         """See ``Transfers``; asks the driver and the allocator, not the device."""

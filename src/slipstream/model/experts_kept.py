@@ -8,9 +8,9 @@ gradients flow as the model defines them.
 
 The block's ``forward`` is overridden on the instance and watches ``topk`` only while a checkpointed layer runs, or is
 compiled. A compiled layer chooses in an operator of its own (``slipstream::choose``), which is opaque to the compiler:
-forward and recompute must be one graph, so what differs between them is looked up when it runs. (Where a layer's
-checkpoint is part of its compiled forward, as in newer transformers, the graph itself recomputes, and the checkpoint
-function has it keep what ``topk`` chose: ``memory/checkpointing.py``.) Alternatives that fail in eager mode:
+forward and recompute must be one graph, so what differs between them is looked up when it runs. (Where somebody compiles
+a layer with its checkpoint, the graph itself recomputes, and the checkpoint function has it keep what was chosen:
+``memory/checkpointing.py``.) Alternatives that fail in eager mode:
 the experts registry is called after the router, too late; PyTorch's selective checkpointing of ``topk`` breaks where a
 model normalises the chosen values in place, or gives wrong gradients there.
 """
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """What ``torch.utils.checkpoint.checkpoint`` takes: contexts for one forward and for its recompute."""
@@ -88,10 +87,8 @@ class KeptRouting:
         return _Reentered(lambda: _run(kept, False)), _Reentered(lambda: _run(kept, True))
 
     def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        outside = "__call__" in vars(GradientCheckpointingLayer)  # a layer's checkpoint, of its compiled forward
-
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if outside if torch.compiler.is_compiling() else RUNNING.get() is not None:
+            if torch.compiler.is_compiling() or RUNNING.get() is not None:
                 with _Watch():
                     return forward(*args, **kwargs)
             return forward(*args, **kwargs)

@@ -19,6 +19,7 @@ from slipstream.decision import Decision
 from slipstream.device.segments import Segments
 from slipstream.errors import InputError
 from slipstream.model.attention import mask_placeholder
+from slipstream.model.attention.call import Boundaries
 from slipstream.model.carrier import Carrier, attention_modules
 from slipstream.model.rotary import by_document, by_row
 
@@ -87,7 +88,8 @@ class PackedForward:
                 f"it must be [1, {segments.total}]"
             )
         self.current = segments = segments.on(tokens.device)
-        kwargs = dict(kwargs, segments=segments, use_cache=False, attention_mask=self._mask(decoder, segments))
+        mask = self._mask(decoder, segments)
+        kwargs = dict(kwargs, segments=Boundaries(segments), use_cache=False, attention_mask=mask)
         if kwargs.get("position_ids") is None:
             kwargs["position_ids"] = segments.position_ids()
         return args, kwargs
@@ -103,9 +105,11 @@ class PackedForward:
     def _leave(
         self, decoder: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        segments: Segments | None = kwargs.get("segments")
+        segments: Segments | Boundaries | None = kwargs.get("segments")
         if segments is None:
             return
+        if isinstance(segments, Boundaries):  # the decoder's own hook sees what the first one put in
+            segments = segments.segments
         self.current = None  # a batch's segments die with it
         if self.checked or self.carrier == "mask":
             return

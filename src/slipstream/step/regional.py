@@ -7,8 +7,9 @@ kernel choice works and boundaries never become constants of compiled code. Comp
 model, takes minutes for deep models and compiles again for each set of boundaries.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import nn
 
 from slipstream.model.attention import register_attention
 
-LARGEST_VARIETY = 64
-"""How many variants of one function may be compiled (layer kinds, evaluation, ...) before it is an error."""
+LARGEST_VARIETY = 256
+"""How many variants of one function may be compiled before it is an error. A model needs about ten; other models of the
+process that have the same layer class count, too."""
 
 
 class CompiledLayers:
@@ -32,7 +34,7 @@ class CompiledLayers:
         for module in self._modules:
             kind = type(module)
             if kind not in self._forwards:
-                self._forwards[kind] = torch.compile(kind.forward, dynamic=False)
+                self._forwards[kind] = _compiled(kind)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -45,11 +47,37 @@ class CompiledLayers:
         for module in self._modules:
             vars(module)["forward"] = MethodType(self._forwards[type(module)], module)
         try:
-            with torch._dynamo.config.patch(recompile_limit=LARGEST_VARIETY, fail_on_recompile_limit_hit=True):
+            with torch._dynamo.config.patch(
+                recompile_limit=LARGEST_VARIETY,
+                accumulated_recompile_limit=4 * LARGEST_VARIETY,
+                fail_on_recompile_limit_hit=True,
+            ):
                 yield
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise RuntimeError(
+                f"a layer was compiled {LARGEST_VARIETY} times, each time for something that differs"
+            ) from error
         finally:
             for module in self._modules:
                 vars(module).pop("forward", None)
+
+
+def _compiled(kind: Any) -> Callable[..., Any]:
+    """A layer class's forward, compiled; checkpointing stays outside, as what moves its inputs can't be traced.
+
+    From transformers 5.20 or so on the class's forward is a wrapper that checkpoints; before, ``__call__`` does.
+    """
+    code = getattr(kind.forward, "__code__", None)
+    if code is None or code.co_name != "forward_with_checkpointing":
+        return torch.compile(kind.forward, dynamic=False)
+    inner: Callable[..., Any] = torch.compile(kind.forward.__wrapped__, dynamic=False)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            return self._gradient_checkpointing_func(partial(inner, self, **kwargs), *args)
+        return inner(self, *args, **kwargs)
+
+    return forward
 
 
 def _repeated(decoder: Any) -> list[nn.Module]:

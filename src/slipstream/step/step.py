@@ -17,7 +17,7 @@ from slipstream.model.half_adapters import HalfAdapters
 from slipstream.step.captured import CapturedStep, CaptureError, Loss
 from slipstream.step.choice import Circumstances, Mode, ModeChoice, choose_mode, compile_obstacle
 from slipstream.step.regional import CompiledLayers
-from slipstream.transform import base_model
+from slipstream.transform import base_model, release_graphs
 
 SHOWN_ERROR = 400
 """Characters of an error that a decision keeps."""
@@ -47,7 +47,7 @@ class Step:
         self._adapters, half = HalfAdapters.attach(base, dtype)
         self.decisions = [decision, half]
         """What was decided about this step, and about its mode since."""
-        self._about, self._loss, self._on_change = about, loss, on_change
+        self._model, self._about, self._loss, self._on_change = model, about, loss, on_change
         self._layers = None if self.mode == "eager" else CompiledLayers(base.get_decoder())
         self._parameters = list(parameters)
         self._captured = CapturedStep(loss, self._parameters) if self.mode == "captured" else None
@@ -105,11 +105,13 @@ class Step:
             self._adapters.detach()
         if self._captured is not None:
             self._captured.release()
+            release_graphs(self._model)
         self._adapters, self._captured, self._layers = None, None, None
 
     def _give_up_capture(self, why: str) -> None:
         assert self._captured is not None
         self._captured.release()
+        release_graphs(self._model)
         self._captured = None
         self.mode = "eager" if compile_obstacle(self._about) else "compiled"
         self._decide(Decision("step", self.mode != "eager", f"{self.mode}: recording failed: {_shortened(why)}"))

@@ -16,6 +16,18 @@ from slipstream.device.segments import Segments
 HALF = (torch.bfloat16, torch.float16)
 
 
+class Boundaries:
+    """A batch's segments on their way through a model's layers.
+
+    A plain object, because torch.compile passes it by: it looks into a frozen dataclass such as ``Segments``, and would
+    compile a layer anew for each batch's values.
+    """
+
+    def __init__(self, segments: Segments) -> None:
+        """``segments``: those of one forward, on the layers' device."""
+        self.segments = segments
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """The arguments of one attention call besides queries, keys and values."""

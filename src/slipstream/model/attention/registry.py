@@ -18,7 +18,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from slipstream.device.segments import Segments
 from slipstream.errors import InputError
-from slipstream.model.attention.call import Call, Kernel, Needs
+from slipstream.model.attention.call import Boundaries, Call, Kernel, Needs
 from slipstream.model.attention.choice import KERNELS
 
 Unpacked = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -83,9 +83,11 @@ def _over_segments(kernel: Kernel, unpacked: Unpacked) -> Unpacked:
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
-        segments: Segments | None = None,
+        segments: Segments | Boundaries | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(segments, Boundaries):
+            segments = segments.segments
         if segments is None:
             kwargs |= {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
             return unpacked(module, query, key, value, attention_mask, softcap=softcap, s_aux=s_aux, **kwargs)
