@@ -61,13 +61,9 @@ class Shards(nn.Module):
 def shard(model: nn.Module, compute_dtype: torch.dtype | None) -> Decision:
     """Divide ``model`` over all ranks, in place; it is computed in ``compute_dtype`` (None: in its weights' dtype).
 
-    Raises ``InputError`` for a model without decoder layers to divide by.
+    Raises ``InputError`` for a model that can't be divided.
     """
-    ranks, base = dist.get_world_size(), base_model(model)
-    kinds = set(base._no_split_modules or ())
-    layers = [module for module in base.modules() if type(module).__name__ in kinds]
-    if not layers:
-        raise InputError(f"train.sharding: {type(base).__name__} names no layers to divide it by; leave sharding: none")
+    layers, base, ranks = layers_to_divide(model), base_model(model), dist.get_world_size()
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     device = next(base.parameters()).device.type
     how: dict[str, Any] = {"mesh": init_device_mesh(device, (ranks,)), "mp_policy": policy}
@@ -77,6 +73,22 @@ def shard(model: nn.Module, compute_dtype: torch.dtype | None) -> Decision:
     dtype = str(compute_dtype or base.dtype).removeprefix("torch.")
     reason = f"{len(layers)} layers, each divided over {ranks} ranks and gathered in {dtype} when its turn comes"
     return Decision("sharding", True, reason)
+
+
+def layers_to_divide(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers; ``InputError`` where there are none by name, or weights are packed into other numbers."""
+    base = base_model(model)
+    packed = next((name for name, weight in base.named_parameters() if not weight.is_floating_point()), None)
+    if packed is not None:
+        raise InputError(
+            f"train.sharding: {packed} holds quantised numbers, which can't be divided; set sharding: none (every "
+            f"process then holds all weights), or load.quantize: none"
+        )
+    kinds = set(base._no_split_modules or ())
+    layers = [module for module in base.modules() if type(module).__name__ in kinds]
+    if not layers:
+        raise InputError(f"train.sharding: {type(base).__name__} names no layers to divide it by; leave sharding: none")
+    return layers
 
 
 def is_divided(model: nn.Module) -> bool:
