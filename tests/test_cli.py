@@ -15,6 +15,7 @@ from rich.console import Console
 import slipstream
 from slipstream import cli, doctor
 from slipstream.errors import InputError
+from slipstream.plan import command
 from slipstream.recipe import Recipe
 
 
@@ -135,9 +136,28 @@ def test_generate_passes_its_options(call: Any, run: FakeRun) -> None:
     ]
 
 
-def test_doctor_prints_tables_or_one_document(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("fits", "code"), [(True, 0), (False, 3)])
+def test_plan_is_3_where_it_does_not_fit(
+    call: Any, recipe: str, fits: bool, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def plan(checked: Recipe, *, device: str | None, console: Console) -> tuple[dict[str, Any], bool]:
+        asked.append((checked.packing.tokens, device))
+        console.print("a table")
+        return {"fits": fits}, fits
+
+    monkeypatch.setattr(command, "plan", plan)
+    got, out, err = call("plan", recipe, "--set", "packing.tokens=64", "--device", "h200", "--json")
+    assert (got, json.loads(out), asked) == (code, {"fits": fits}, [(64, "h200")])
+    assert "a table" in err
+    assert call("plan", recipe)[0] == code
+
+
+def test_doctor_prints_tables_or_one_document(call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     report = doctor.report()
-    monkeypatch.setattr(doctor, "report", lambda: report)
+    monkeypatch.setattr(doctor, "report", lambda *, fresh: report)
     code, out, _ = call("doctor")
     assert code == 0
     assert "attention varlen" in out
@@ -208,7 +228,7 @@ def test_stdout_is_back_after_a_fault(monkeypatch: pytest.MonkeyPatch, call: Any
 def test_version_and_commands(call: Any) -> None:
     assert call("--version")[1].startswith("slipstream 0.")
     _, out, _ = call("--help")
-    assert all(f"\n  {command} " in out for command in ("train", "data", "doctor", "generate", "merge"))
+    assert all(f"\n  {name} " in out for name in ("train", "plan", "data", "doctor", "generate", "merge"))
 
 
 def test_python_m_slipstream_is_the_same() -> None:

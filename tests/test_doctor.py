@@ -9,21 +9,67 @@ import pytest
 from rich.console import Console
 
 from slipstream import doctor
+from slipstream.cost.ceilings import Ceilings, named_device
 from slipstream.cost.hardware import Device
+from slipstream.device import ceilings, driver
 
 CPU = Device("cpu", "a processor", 2**34, None, bf16=False, unified_memory=True)
 HOPPER = Device("cuda", "a Hopper", 2**37, (9, 0), bf16=True, unified_memory=False)
 TURING = Device("cuda", "a Turing", 2**34, (7, 5), bf16=False, unified_memory=False)
+RATES = Ceilings("float32", 2e11, 2e10, None, None, None, 5e-6, 0.0, "measured")
 
 
 def found(*cards: Device, no_cuda: str = "") -> dict[str, doctor.Capability]:
     return {item.name: item for item in doctor.capabilities(list(cards), CPU, no_cuda)}
 
 
-def test_a_card_with_everything() -> None:
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ceilings of a made-up device: measuring is tested by itself."""
+    monkeypatch.setattr(ceilings, "measure", lambda device: RATES)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+
+
+def test_a_card_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name)
     capabilities = found(HOPPER)
-    assert all(item.available for item in capabilities.values())
+    missing = {name for name, item in capabilities.items() if not item.available}
+    assert missing <= {"attention xformers"}  # whose kernels no test machine has
     assert "load.dtype auto takes bfloat16" in capabilities
+
+
+CLASSES = {
+    "rtx-4060-laptop": {"compiled step", "captured step", "offloaded activations", "bf16 compute", "attention flex"},
+    "rtx-2070-laptop": {"compiled step", "captured step", "offloaded activations"},
+    "h200": {"compiled step", "captured step", "offloaded activations", "bf16 compute", "attention flex"},
+    "dgx-spark": {"compiled step", "captured step", "bf16 compute", "attention flex"},
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_device_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "bitsandbytes" else name)
+    device, _ = named_device(name)
+    capabilities = found(device)
+    asked = {"compiled step", "captured step", "offloaded activations", "bf16 compute", "attention flex"}
+    assert {item for item in asked if capabilities[item].available} == CLASSES[name]
+    assert "pip install" in capabilities["NF4 weights and 8-bit optimizer"].reason
+    assert all(item.reason for item in capabilities.values())
+    dtype = "bfloat16" if device.bf16 else "float32"
+    assert f"load.dtype auto takes {dtype}" in capabilities
+
+
+def test_a_cpu_has_what_needs_no_card() -> None:
+    capabilities = found(no_cuda="no driver")
+    assert {name for name, item in capabilities.items() if item.available} == {
+        "attention sdpa",
+        "load.dtype auto takes float32",
+    }
+
+
+def test_a_card_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    assert "Triton" in found(HOPPER)["compiled step"].reason
 
 
 def test_an_old_card_says_what_is_missing() -> None:
@@ -66,18 +112,18 @@ def test_driver_version_is_the_first_line(monkeypatch: pytest.MonkeyPatch, tmp_p
     command.write_text("#!/bin/sh\necho 580.12\necho 580.12\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert doctor.driver_version() == "580.12"
+    assert driver.driver_version() == "580.12"
     command.write_text("#!/bin/sh\necho no driver; exit 9\n")
-    assert doctor.driver_version() is None
+    assert driver.driver_version() is None
 
 
 def test_a_hanging_driver_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(*args: object, **kwargs: object) -> None:
         raise subprocess.TimeoutExpired("nvidia-smi", 20)
 
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr(doctor.subprocess, "run", hang)
-    assert doctor.driver_version() is None
+    monkeypatch.setattr(driver.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(driver.subprocess, "run", hang)
+    assert driver.driver_version() is None
 
 
 def test_report_on_this_machine_is_plain_json() -> None:
@@ -95,6 +141,8 @@ def test_tables_show_every_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     doctor.show(report, Console(file=text, width=200, markup=False))
     lines = text.getvalue().splitlines()
     assert any("trl" in line and "absent" in line for line in lines)
+    assert any("matrix product, float32" in line and "0.2 TFLOP/s" in line for line in lines)
+    assert any("pinned host" in line and "one memory" in line for line in lines)
     assert all(any(item["reason"] in line for line in lines) for item in report["capabilities"])
 
 

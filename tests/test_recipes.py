@@ -18,7 +18,7 @@ RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 
 
 def test_there_are_recipes() -> None:
-    assert {"demo", "qwen3-0.6b-lora", "smollm2-full"} <= {path.stem for path in RECIPES}
+    assert {"demo", "qwen3-0.6b-lora", "qwen3-14b-qlora", "smollm2-full"} <= {path.stem for path in RECIPES}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -45,10 +45,15 @@ def test_a_recipe_goes_the_whole_road(path: Path, base: Path, tmp_path: Path) ->
     rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     overrides = [f"model={base}", f"data.train={rows}", f"data.eval={rows}", f"output={tmp_path / 'run'}"]
     short = ["train.steps=2", "packing.tokens=256", "load.dtype=float32", "train.learning_rate=0.01"]
-    recipe = load_recipe(path, [*overrides, *short])
+    no_extras = ["load.quantize=none", "train.optimizer=adamw"]  # four bits need a card
+    recipe = load_recipe(path, [*overrides, *short, *no_extras])
     summary = train(recipe, resume=False, console=Console(file=io.StringIO()))
 
     assert summary.steps == 2
+    plan = json.loads((tmp_path / "run" / "run.json").read_text())["plan"]
+    assert plan["device_bytes"] == pytest.approx(sum(part["bytes"] for part in plan["memory"]["device"]), abs=20)
+    assert plan["step_seconds"] > plan["floor_seconds"] > 0
+    assert "Plan and run" in summary.report.read_text(encoding="utf-8")
     assert summary.eval_before is not None
     assert summary.eval_after is not None
     assert summary.eval_after < summary.eval_before  # it was evaluated on what it learned

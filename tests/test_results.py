@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream import cli, results
+from slipstream.errors import InputError
+from slipstream.model.load import LoadOptions, load_model
 from slipstream.recipe import load_recipe
 from slipstream.run import train
 from slipstream.train.interrupt import StopRequest
@@ -47,13 +49,13 @@ def base_of(folder: Path, dtype: torch.dtype = torch.float32, **overrides: Any) 
     return folder
 
 
-def run_of(folder: Path, base: Path, *overrides: str) -> Path:
+def run_of(folder: Path, base: Path, *overrides: str, rows: list[dict[str, str]] | None = None) -> Path:
     """A run of two steps in ``folder/run``."""
-    rows = folder / "rows.jsonl"
-    pairs = [{"prompt": f"{i} + {i}", "completion": str(2 * i)} for i in range(40)]
-    rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    file = folder / "rows.jsonl"
+    pairs = rows or [{"prompt": f"{i} + {i}", "completion": str(2 * i)} for i in range(40)]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     path = folder / "recipe.yaml"
-    path.write_text(f"model: {base}\ndata: {{train: {rows}}}\noutput: {folder / 'run'}\n")
+    path.write_text(f"model: {base}\ndata: {{train: {file}}}\noutput: {folder / 'run'}\n")
     short = ["train.steps=2", "packing.tokens=256", "train.learning_rate=0.05", "load.dtype=float32"]
     train(load_recipe(path, [*short, *overrides]), resume=False, console=Console(file=io.StringIO()))
     return folder / "run"
@@ -110,6 +112,132 @@ def test_the_dtype_is_the_bases_unless_said(kind: str, tmp_path: Path, merge: Co
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "as-base").dtype == torch.bfloat16
     assert all(torch.equal(as_base[name], said[name].bfloat16()) for name in said)  # rounded once
     assert any(not torch.equal(as_base[name].float(), said[name]) for name in said)
+
+
+@pytest.mark.parametrize("adapter", ["rows", "whole", "none"])
+def test_a_run_with_new_tokens(adapter: str, tmp_path: Path, merge: Command) -> None:
+    base = base_of(tmp_path / "base", vocab_size=275)  # not a row to spare
+    changes = {
+        "rows": [],
+        "whole": ["adapter.modules_to_save=[embed_tokens,lm_head]"],
+        "none": ["adapter.kind=none"],
+    }
+    rows = [{"prompt": f"<sum>{i} + {i}</sum>", "completion": f"<answer>{2 * i}"} for i in range(40)]
+    tokens = "load.new_tokens=[<sum>, </sum>, <answer>]"
+    run, out = run_of(tmp_path, base, tokens, *changes[adapter], rows=rows), tmp_path / "out"
+    code, _, err = merge(run, "--out", out, "--json")
+    assert code == 0, err
+    source = run / ("model" if adapter == "none" else "adapter")
+    for folder in (source, out):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer.encode("<sum>1</sum>") == [275, tokenizer.encode("1")[0], 276]
+    ids = torch.tensor([[5, 275, 9, 276, 277]])
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(out)(input_ids=ids).logits
+        if adapter == "none":
+            expected = plain(source)(input_ids=ids).logits
+        else:
+            resized = plain(base)
+            resized.resize_token_embeddings(280)
+            expected = PeftModel.from_pretrained(resized, source)(input_ids=ids).logits
+    kept = slice(278)  # of the rows beyond, which stand for no token, plain peft's base has random ones
+    torch.testing.assert_close(merged[..., kept], expected[..., kept], rtol=0, atol=1e-5)
+    said = results.generate(
+        str(run),
+        prompt="<sum>1",
+        system=None,
+        max_tokens=2,
+        temperature=0.0,
+        seed=0,
+        console=Console(file=io.StringIO()),
+    )
+    assert isinstance(said, str)
+
+
+@pytest.fixture
+def _four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four bits on the CPU, which a run refuses: bitsandbytes can, if slowly."""
+    pytest.importorskip("bitsandbytes", reason="needs the extra nf4")
+    monkeypatch.setattr("slipstream.run.check_quantize", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("_four_bits")
+def test_four_bits_merge_into_the_weights_they_stand_for(tmp_path: Path, merge: Command) -> None:
+    base = base_of(tmp_path / "base", torch.bfloat16)
+    run, out = run_of(tmp_path, base, "load.quantize=nf4"), tmp_path / "out"
+    assert any(decision["name"] == "nf4" for decision in json.loads((run / "run.json").read_text())["decisions"])
+    code, printed, err = merge(run, "--out", out, "--dtype", "float32", "--json")
+    assert code == 0, err
+    trained_on = load_model(str(base), LoadOptions(quantize="nf4", dtype="float32"))
+    before = logits(trained_on)
+    expected = logits(PeftModel.from_pretrained(trained_on, run / "adapter"))
+    merged = logits(AutoModelForCausalLM.from_pretrained(out))
+    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-5)
+    assert (expected - before).abs().max() > 0.01  # something was learned
+    other = logits(PeftModel.from_pretrained(plain(base), run / "adapter"))
+    assert (merged - other).abs().max() > 1e-3  # the original weights would give others
+    assert json.loads(printed)["parameters"] == sum(parameter.numel() for parameter in plain(base).parameters())
+    assert merge(run, "--out", tmp_path / "as-base")[0] == 0
+    as_base, exact = load_file(tmp_path / "as-base/model.safetensors"), load_file(out / "model.safetensors")
+    assert all(torch.equal(as_base[name], exact[name].bfloat16()) for name in exact)  # rounded once
+
+
+@pytest.mark.usefixtures("_four_bits")
+def test_a_checkpoint_that_is_four_bit_itself_merges_too(tmp_path: Path, merge: Command) -> None:
+    made = load_model(str(base_of(tmp_path / "plain")), LoadOptions(quantize="nf4", dtype="float32"))
+    made.save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    run, out = run_of(tmp_path, tmp_path / "base"), tmp_path / "out"
+    code, _, err = merge(run, "--out", out, "--dtype", "float32")
+    assert code == 0, err
+    expected = logits(PeftModel.from_pretrained(made, run / "adapter"))
+    torch.testing.assert_close(logits(plain(out)), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_four_bits")
+def test_four_bits_of_another_base(tmp_path: Path, merge: Command) -> None:
+    run = run_of(tmp_path, base_of(tmp_path / "base"), "load.quantize=nf4")
+    shutil.rmtree(tmp_path / "base")
+    base_of(tmp_path / "base", num_hidden_layers=3)
+    message = refused(merge(run, "--out", tmp_path / "out", "--json"))
+    assert "adapter was trained on a model of" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("load.quantize=nf4", "load.quantize: nf4 needs bitsandbytes, which is not installed"),
+        ("train.optimizer=adamw8bit", "train.optimizer: adamw8bit needs bitsandbytes"),
+    ],
+)
+def test_without_bitsandbytes_nothing_is_loaded(
+    override: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.model.quantize.find_spec", lambda _: None)
+    monkeypatch.setattr("slipstream.train.arguments.find_spec", lambda _: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(InputError, match=told):
+        run_of(tmp_path, tmp_path / "no-such-base", override)
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_weights_in_bf16_have_masters(tmp_path: Path) -> None:
+    base = base_of(tmp_path / "base", torch.bfloat16)
+    small = ["train.learning_rate=1.0e-5", "train.save_every=1", "train.warmup=0"]
+    run = run_of(tmp_path, base, "adapter.kind=none", "load.dtype=bfloat16", *small)
+    checkpoint = run / "checkpoints" / "checkpoint-2"
+    state = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
+    masters = [value["master"] for value in state.values()]
+    saved, before = load_file(run / "model" / "model.safetensors"), load_file(base / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert len(masters) == len(saved)
+    assert {master.dtype for master in masters} == {torch.float32}
+    assert sorted(m.bfloat16().float().sum().item() for m in masters) == sorted(
+        t.float().sum().item() for t in saved.values()
+    )
+    moved = sum(int((saved[name] != before[name]).sum()) for name in saved)
+    exact = sum(int((master != master.bfloat16().float()).sum()) for master in masters)
+    assert moved < exact / 4  # most updates are too small for bf16, and are kept
 
 
 def test_a_gguf_base(tmp_path: Path, merge: Command, monkeypatch: pytest.MonkeyPatch) -> None:

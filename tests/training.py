@@ -42,7 +42,16 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 
 def trainer_of(folder: Path, model: Any = None, collator: Any = None, rows: int = 1, **named: Any) -> Trainer:
     """``named``: arguments of ``TrainingArguments``, or of ``Trainer`` where it has one of that name."""
-    own = ("step_log", "on_eval", "compute_dtype", "callbacks", "train_dataset", "eval_dataset", "compute_metrics")
+    own = (
+        "optimizer_cls_and_kwargs",
+        "step_log",
+        "on_eval",
+        "compute_dtype",
+        "callbacks",
+        "train_dataset",
+        "eval_dataset",
+        "compute_metrics",
+    )
     given = {name: named.pop(name) for name in own if name in named}
     given.setdefault("train_dataset", packed_rows())
     return Trainer(

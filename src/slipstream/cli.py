@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 EXIT_BROKEN_PIPE = 1
 EXIT_INPUT = 2
+EXIT_DOES_NOT_FIT = 3
 EXIT_INTERRUPTED = 130
 LET_SPEAK_SECONDS = 2.0
 """A launcher ends all processes as soon as one ends: the one that tells what is wrong needs a moment."""
@@ -51,7 +52,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on s
 
 
 def main() -> None:
-    """Run the command line: 0 done, 2 wrong input, 130 interrupted, 1 anything else (with its traceback)."""
+    """Run the command line: 0 done, 2 wrong input, 3 the plan does not fit, 130 interrupted, 1 anything else."""
     try:
         try:
             app(prog_name="slipstream")
@@ -107,6 +108,27 @@ def train(
 
 
 @app.command()
+def plan(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="Plan for this device, e.g. h200, or for a file that doctor --json wrote there."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict memory and time without training; exit code 3 where it does not fit."""
+    with _output(as_json) as emit:
+        checked = _recipe(recipe, overrides)
+        from slipstream.plan import command
+
+        document, fits = command.plan(checked, device=device, console=_console(stderr=as_json))
+        emit(document)
+    if not fits:
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+@app.command()
 def data(
     recipe: RecipeArgument,
     overrides: SetOption = None,
@@ -122,12 +144,15 @@ def data(
 
 
 @app.command()
-def doctor(as_json: JsonOption = False) -> None:
+def doctor(
+    as_json: JsonOption = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure the device's ceilings again.")] = False,
+) -> None:
     """Show what this machine offers, and why not."""
     with _output(as_json) as emit:
         from slipstream import doctor as examination
 
-        report = examination.report()
+        report = examination.report(fresh=fresh)
         examination.show(report, _console(stderr=as_json))
         emit(report)
 

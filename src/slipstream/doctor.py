@@ -1,16 +1,16 @@
 """What this machine can do for Slipstream, and for what it cannot, the reason.
 
-The report is made of plain values, so that the command line can print it as JSON and a bug report can carry it whole.
-It only looks: nothing is allocated on a device. The alternative, running each kernel once, would prove more and take
-a minute.
+The report is made of plain values, so that the command line can print it as JSON, a bug report can carry it whole, and
+``slipstream plan --device FILE`` can plan for this machine elsewhere. Capabilities are asked, not tried; running each
+kernel once would prove more and take a minute. Only the ceilings of the device are measured, in a few seconds and once
+(``device/ceilings.py``).
 """
 
 import os
 import platform
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cost.hardware import (
@@ -24,10 +24,12 @@ from slipstream.cost.hardware import (
     host_memory_limit,
     machine_memory,
 )
+from slipstream.device.driver import driver_version
 from slipstream.versions import SLIPSTREAM, library_versions
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 GIB = 1024**3
 
@@ -41,9 +43,13 @@ class Capability:
     reason: str
 
 
-def report() -> dict[str, Any]:
-    """Examine this machine: devices, driver, versions, host memory (bytes), and capabilities with their reasons."""
+def report(*, fresh: bool = False) -> dict[str, Any]:
+    """Examine this machine: devices, driver, versions, host memory (bytes), capabilities with their reasons, and the
+    ceilings of the device that would train (operations, bytes and seconds); ``fresh`` measures those again.
+    """
     import torch
+
+    from slipstream.device.ceilings import ceilings
 
     cards = [describe(f"cuda:{index}") for index in range(torch.cuda.device_count())] if _cuda_works() else []
     host = describe("cpu")
@@ -66,6 +72,7 @@ def report() -> dict[str, Any]:
         "capabilities": [
             asdict(found) for found in capabilities(cards, host, no_cuda_reason(torch.version.cuda, driver))
         ],
+        "ceilings": asdict(ceilings("cuda" if cards else "cpu", driver if cards else None, fresh=fresh)),
     }
 
 
@@ -74,8 +81,13 @@ def capabilities(cards: list[Device], host: Device, no_cuda: str) -> Iterator[Ca
     device = cards[0] if cards else host
     yield Capability("training on CUDA", bool(cards), device.name if cards else no_cuda)
     yield Capability("attention varlen", *_varlen(device))
+    yield from _other_attention(device)
     yield Capability("attention sdpa", True, "works on every device; its mask grows with the square of the row length")
     yield Capability("bf16 compute", device.bf16, _bf16_reason(device))
+    yield Capability("offloaded activations", *_offload(device))
+    yield Capability("compiled step", *_compiled(device))
+    yield Capability("captured step", *_card_only(device, "CUDA graphs: a step is replayed without launches"))
+    yield Capability("NF4 weights and 8-bit optimizer", *_bitsandbytes(device))
     yield Capability(f"load.dtype auto takes {compute_dtype(device)}", True, _bf16_reason(device))
 
 
@@ -89,19 +101,6 @@ def no_cuda_reason(built_for: str | None, driver: str | None) -> str:
     if visible is not None:
         return f"CUDA_VISIBLE_DEVICES={visible!r} leaves no card visible; unset it"
     return f"driver {driver} does not work with torch's CUDA {built_for}; update the driver"
-
-
-def driver_version() -> str | None:
-    """The NVIDIA driver's version, or none if no driver answers."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
-    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer[0] if answer else None
 
 
 def usable_cores() -> int:
@@ -120,7 +119,23 @@ def show(found: dict[str, Any], console: "Console") -> None:
     for capability in found["capabilities"]:
         offers.add_row(capability["name"], "yes" if capability["available"] else "no", capability["reason"])
     console.print(machine)
+    console.print(_ceilings_table(found["ceilings"]))
     console.print(offers)
+
+
+def _ceilings_table(rates: dict[str, Any]) -> "Table":
+    from rich.table import Table
+
+    table = Table("ceiling", "at best", title="measured once, kept", title_justify="left")
+    table.add_row(f"matrix product, {rates['dtype']}", f"{rates['matmul'] / 1e12:.3g} TFLOP/s")
+    table.add_row("copy within its memory, read + write", f"{rates['copy'] / 1e9:,.4g} GB/s")
+    links = {"pinned host → device": "to_device", "device → pinned host": "to_host", "pageable → device": "pageable"}
+    for name, key in links.items():
+        rate = rates[key]
+        table.add_row(name, "one memory" if rate is None else f"{rate / 1e9:.3g} GB/s")
+    table.add_row("one launch from Python", f"{rates['launch'] * 1e6:.3g} µs")
+    table.add_row("one wait for an idle device", f"{rates['sync'] * 1e6:.3g} µs" if rates["sync"] else "none")
+    return table
 
 
 def _machine_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -167,6 +182,40 @@ def _varlen(device: Device) -> tuple[bool, str]:
     if device.compute_capability < BF16_CAPABILITY:
         return False, f"needs compute capability >= 8.0, this card has {_dotted(device)}; sdpa is used"
     return True, f"compute capability {_dotted(device)}; reads packed boundaries directly, without a mask"
+
+
+def _other_attention(device: Device) -> Iterator[Capability]:
+    """xFormers and FlexAttention, for a model of plain dot products."""
+    import torch
+
+    from slipstream.model.attention import KERNELS, WHAT, Needs
+
+    plain, dtype = Needs(head_width=64, value_width=64), getattr(torch, compute_dtype(device))
+    for name in ("xformers", "flex"):
+        obstacle = KERNELS[name].obstacle(plain, device, dtype)
+        yield Capability(f"attention {name}", obstacle is None, obstacle or WHAT[name])
+
+
+def _card_only(device: Device, what: str) -> tuple[bool, str]:
+    return (True, what) if device.kind == "cuda" else (False, "needs a CUDA card")
+
+
+def _offload(device: Device) -> tuple[bool, str]:
+    if device.kind == "cuda" and device.unified_memory:
+        return False, f"{device.name} shares one memory with its host: moving activations frees nothing"
+    return _card_only(device, "layer inputs wait in pinned host memory, reloaded before they are needed")
+
+
+def _compiled(device: Device) -> tuple[bool, str]:
+    if device.kind == "cuda" and find_spec("triton") is None:
+        return False, "Triton is not installed, which writes the fused kernels; install a CUDA build of torch"
+    return _card_only(device, "layers are compiled, elementwise kernels fused")
+
+
+def _bitsandbytes(device: Device) -> tuple[bool, str]:
+    if device.kind == "cuda" and find_spec("bitsandbytes") is None:
+        return False, "bitsandbytes is not installed (pip install 'slipstream[nf4]')"
+    return _card_only(device, "bitsandbytes is installed")
 
 
 def _bf16_reason(device: Device) -> str:

@@ -4,6 +4,7 @@
 ``train`` learns from.
 """
 
+import math
 import time
 import warnings
 from collections.abc import Iterator
@@ -24,8 +25,9 @@ from slipstream.data.account import counted
 from slipstream.data.packing import PackingReport, pack_dataset, packed
 from slipstream.data.tokens import Progress, TokenisedSet, tokenise
 from slipstream.errors import InputError
-from slipstream.model.load import load_model
+from slipstream.model.load import load_model, load_tokenizer
 from slipstream.model.lora import add_adapter
+from slipstream.model.new_tokens import fit_vocabulary, new_token_ids
 from slipstream.recipe import Recipe
 from slipstream.report.numbers import percent_text
 from slipstream.transform import packing_decision
@@ -46,18 +48,34 @@ class Rows:
 
 def prepare_rows(recipe: Recipe, source: str, tokenizer: Any, console: Console) -> Rows:
     """Read, tokenise and pack ``source``, and print what became of it."""
-    max_length = recipe.data.max_length or recipe.packing.tokens
     with _status(source, console) as progress:
-        tokenised = tokenise(source, recipe.data, tokenizer, max_length=max_length, progress=progress)
+        tokenised = _tokenised(recipe, source, tokenizer, progress)
         lengths = tokenised.lengths
         rows, report = _packed(recipe, tokenised, lengths)
+    _tell(source, tokenised, console)
+    console.print(f"  {_packing_line(report, recipe.packing.rows)}")
+    return Rows(tokenised, rows, report, length_histogram(lengths))
+
+
+def tokenised_set(recipe: Recipe, source: str, tokenizer: Any, console: Console) -> TokenisedSet:
+    """Read and tokenise ``source`` as for training, without packing it, and print what became of it."""
+    with _status(source, console) as progress:
+        tokenised = _tokenised(recipe, source, tokenizer, progress)
+    _tell(source, tokenised, console)
+    return tokenised
+
+
+def _tokenised(recipe: Recipe, source: str, tokenizer: Any, progress: Progress) -> TokenisedSet:
+    max_length = recipe.data.max_length or recipe.packing.tokens
+    return tokenise(source, recipe.data, tokenizer, max_length=max_length, progress=progress)
+
+
+def _tell(source: str, tokenised: TokenisedSet, console: Console) -> None:
     console.print(f"{source}:")
     if tokenised.files:
         console.print(f"  {_files_line(tokenised.files)}")
     for line in tokenised.account.lines():
         console.print(f"  {line}")
-    console.print(f"  {_packing_line(report, recipe.packing.rows)}")
-    return Rows(tokenised, rows, report, length_histogram(lengths))
 
 
 def _files_line(files: tuple[str, ...]) -> str:
@@ -132,14 +150,30 @@ def data_record(prepared: Rows) -> dict[str, Any]:
 
 def build_model(recipe: Recipe, device: torch.device) -> Any:
     """The base model on ``device``, with its adapter where the recipe has one."""
-    model = load_model(recipe.model, recipe.load, trainable=recipe.adapter.kind == "none", device=device)
+    model = load_model(recipe.model, recipe.load, trainable=trained_in_place(recipe), device=device)
+    tokenizer = load_tokenizer(recipe.model, recipe.load)
+    tokens = new_token_ids(model, tokenizer, recipe.load.new_tokens)
+    fit_vocabulary(model, tokenizer)
     if recipe.packing.enabled:
         possible = packing_decision(model)
         if not possible.on:
             raise InputError(f"{recipe.model} can't be trained packed: {possible.reason}")
     if recipe.adapter.kind == "lora":
-        model = add_adapter(model, recipe.adapter, seed=recipe.train.seed)
+        model = add_adapter(model, recipe.adapter, seed=recipe.train.seed, new_tokens=tokens)
     return model
+
+
+def trained_in_place(recipe: Recipe) -> bool:
+    """Whether an optimizer without masters of its own updates the weights, which then are best kept in float32."""
+    return recipe.adapter.kind == "none" and recipe.train.optimizer != "adamw"  # which keeps masters of its own
+
+
+def planned_steps(recipe: Recipe, rows: int, processes: int = 1) -> int:
+    """Optimizer steps of a run over ``rows`` packed rows (documents, where packing is off), as the trainer counts."""
+    if recipe.train.steps is not None:
+        return recipe.train.steps
+    updates = math.ceil(math.ceil(rows / (recipe.packing.rows * processes)) / recipe.train.accumulate)
+    return math.ceil(recipe.train.epochs * updates)
 
 
 def length_histogram(lengths: npt.NDArray[np.int64]) -> dict[str, list[int]]:

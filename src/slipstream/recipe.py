@@ -44,10 +44,6 @@ REQUIRED: Mapping[str, str] = {
     "data.train": "a local file or folder of rows, or a hub data set",
     "output": "the folder to write the run to, e.g. runs/first",
 }
-NOT_YET: Mapping[tuple[str, object], str] = {
-    ("load.quantize", "nf4"): "use none, with load.dtype: bfloat16 to halve the weights",
-}
-"""Values of the recipe that are planned: what to use instead. Looked up only once a value was refused."""
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
@@ -67,8 +63,14 @@ class Recipe:
     """The run's folder."""
 
     def __post_init__(self) -> None:
-        problems = [*_adapter_conflicts(self.adapter), *_length_conflicts(self), *_schedule_conflicts(self)]
-        problems += _memory_conflicts(self.memory)
+        problems = [
+            *_adapter_conflicts(self.adapter),
+            *_weight_conflicts(self),
+            *_length_conflicts(self),
+            *_schedule_conflicts(self),
+            *_memory_conflicts(self.memory),
+            *_sharding_conflicts(self),
+        ]
         if problems:
             raise InputError("; ".join(problems))
 
@@ -188,14 +190,10 @@ def _checked(key: str, value: Any, hint: Any) -> tuple[Any, list[str]]:
     try:
         return adapter.validate_python(value), []
     except ValidationError:
-        return None, [f"{key}: {_refusal(key, value, hint)}"]
+        return None, [f"{key}: {_refusal(value, hint)}"]
 
 
-def _refusal(key: str, value: Any, hint: Any) -> str:
-    if isinstance(value, str | bool) and (key, value) in NOT_YET:
-        return f"{shown(value)} is not available yet; {NOT_YET[key, value]}"
-    if hint is type(None):
-        return f"{shown(value)} is not available yet; leave it out"
+def _refusal(value: Any, hint: Any) -> str:
     if isinstance(value, int | float) and str in kinds(hint):
         return (
             f"{shown(value)} is read as {'a switch' if isinstance(value, bool) else 'a number'}; put quotes around it"
@@ -238,6 +236,26 @@ def _adapter_conflicts(adapter: AdapterOptions) -> Iterator[str]:
             yield f"adapter.{item.name}: {shown(value)} has no effect with adapter.kind: none; remove one of them"
 
 
+def _weight_conflicts(recipe: Recipe) -> Iterator[str]:
+    """What trained weights can't be held in."""
+    load, adapter, optimizer = recipe.load, recipe.adapter, recipe.train.optimizer
+    if adapter.kind == "none" and load.quantize != "none":
+        yield (
+            f"load.quantize: {load.quantize} holds frozen weights, and adapter.kind: none trains them all; "
+            "set adapter.kind: lora or load.quantize: none"
+        )
+    if optimizer != "adamw8bit":
+        return
+    loses = "small updates would round away: adamw8bit keeps no float32 masters"
+    if adapter.kind == "none" and load.dtype in ("bfloat16", "float16"):
+        yield f"load.dtype: {load.dtype} is trained whole and {loses}; leave it out, or take train.optimizer: adamw"
+    if adapter.modules_to_save and load.dtype != "float32":
+        yield (
+            f"adapter.modules_to_save: {shown(adapter.modules_to_save)} may be held in half precision, where {loses}; "
+            "take train.optimizer: adamw, or load.dtype: float32"
+        )
+
+
 def _length_conflicts(recipe: Recipe) -> Iterator[str]:
     limit, tokens = recipe.data.max_length, recipe.packing.tokens
     if limit is not None and limit > tokens:
@@ -263,6 +281,18 @@ def _schedule_conflicts(recipe: Recipe) -> Iterator[str]:
         )
     if train.eval_every is not None and recipe.data.eval is None:
         yield f"train.eval_every: {train.eval_every} needs held-out rows; give data.eval or remove it"
+
+
+def _sharding_conflicts(recipe: Recipe) -> Iterator[str]:
+    """What can't be divided over processes."""
+    if recipe.train.sharding == "none":
+        return
+    for key, value in (("load.quantize", recipe.load.quantize), ("train.optimizer", recipe.train.optimizer)):
+        if value in ("nf4", "adamw8bit"):
+            yield (
+                f"train.sharding: {recipe.train.sharding} can't divide what {key}: {value} packs; set train.sharding: "
+                f"none, or {key}: {'none' if value == 'nf4' else 'adamw'}"
+            )
 
 
 def _memory_conflicts(memory: MemoryOptions) -> Iterator[str]:

@@ -25,6 +25,8 @@ from slipstream.model.merge import (
     weight_bytes,
     written_whole,
 )
+from slipstream.model.new_tokens import fit_vocabulary
+from slipstream.model.quantize import dequantise, quantised_modules
 from slipstream.prepare import quiet_libraries
 from slipstream.recipe import Recipe, recipe_from_dict
 from slipstream.train.checkpoint import last_checkpoint
@@ -70,7 +72,9 @@ def generate(
     source, _ = tuned_weights(folder, recipe, console)
     tokenizer = load_tokenizer(str(source), recipe.load)
     if _is_lora(recipe):
-        model = load_adapter(load_model(recipe.model, recipe.load, device=device), source)
+        base = load_model(recipe.model, recipe.load, device=device)
+        fit_vocabulary(base, tokenizer)
+        model = load_adapter(base, source)
     else:
         model = load_model(str(source), replace(recipe.load, revision=None), device=device)
     return generate_text(
@@ -92,7 +96,7 @@ def merge(run_folder: str, out: str, *, dtype: MergedDtype | None, console: Cons
         tokenizer = load_tokenizer(str(source), recipe.load)
         console.print(f"merging {source} into {recipe.model}" if _is_lora(recipe) else f"reading {source}")
         make = _merged if _is_lora(recipe) else _converted
-        model = make(folder, recipe, source, dtype)
+        model = make(folder, recipe, source, tokenizer, dtype)
         save_model(model, tokenizer, built)
     summary = MergeSummary(
         out=str(target),
@@ -132,18 +136,37 @@ def _is_lora(recipe: Recipe) -> bool:
     return recipe.adapter.kind == "lora"
 
 
-def _merged(folder: RunFolder, recipe: Recipe, adapter: Path, dtype: MergedDtype | None) -> Any:
+def _merged(folder: RunFolder, recipe: Recipe, adapter: Path, tokenizer: Any, dtype: MergedDtype | None) -> Any:
     """The base with the adapter: added to as it is stored where that is the dtype asked for, else in float32."""
     record = folder.read_run()
     stored = _base_dtype(recipe, record, remedy="put it back, or merge in the folder that the run was started in")
     wanted = dtype or stored
-    base = load_model(recipe.model, replace(recipe.load, dtype=wanted if wanted == stored else "float32"))
+    base = _plain_base(recipe, record, wanted, stored)
+    fit_vocabulary(base, tokenizer)
     parameters = record["parameters"]
     base_parameters = parameters["total"] - parameters["trainable"]  # a run with an adapter trains what it adds
     return merge_adapter(base, adapter, dtype=wanted, base_parameters=base_parameters)
 
 
-def _converted(folder: RunFolder, recipe: Recipe, model: Path, dtype: MergedDtype | None) -> Any:
+def _plain_base(recipe: Recipe, record: dict[str, Any], wanted: MergedDtype, stored: MergedDtype) -> Any:
+    """The base with plain weights: as they are stored, or what their four-bit codes stand for.
+
+    Where the run rounded them to four bits, the original weights would be nearer to the model's own; but the adapter
+    has learned to make up for the difference, and only the rounded ones give the logits that the run had. They are made
+    on a card where there is one, as in training.
+    """
+    if recipe.load.quantize == "none":
+        device, dtype = torch.device("cpu"), wanted if wanted == stored else "float32"
+    else:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = _trained_dtype(recipe, record)
+    base = load_model(recipe.model, replace(recipe.load, dtype=dtype), device=device)
+    if quantised_modules(base):  # also where the checkpoint itself is four-bit
+        return dequantise(base, getattr(torch, dtype if dtype == wanted else "float32"))
+    return base
+
+
+def _converted(folder: RunFolder, recipe: Recipe, model: Path, _: Any, dtype: MergedDtype | None) -> Any:
     """The fully tuned model; its base is asked for nothing but its dtype."""
     wanted = dtype or _base_dtype(recipe, folder.read_run(), remedy="put it back, or give the merged model's --dtype")
     return load_model(str(model), replace(recipe.load, revision=None, dtype=wanted))
@@ -155,5 +178,10 @@ def _base_dtype(recipe: Recipe, record: dict[str, Any], *, remedy: str) -> Merge
         stored = stored_dtype(recipe.model, recipe.load)
     except InputError as error:
         raise InputError(f"the run's base model is not to be had ({error}); {remedy}") from error
-    trained_in = compute_dtype(Device(**record["device"])) if recipe.load.dtype == "auto" else recipe.load.dtype
-    return cast(MergedDtype, stored or trained_in)
+    return cast(MergedDtype, stored) if stored else _trained_dtype(recipe, record)
+
+
+def _trained_dtype(recipe: Recipe, record: dict[str, Any]) -> MergedDtype:
+    """The dtype that the run computed in."""
+    auto = recipe.load.dtype == "auto"
+    return cast(MergedDtype, compute_dtype(Device(**record["device"])) if auto else recipe.load.dtype)

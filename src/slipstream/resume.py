@@ -1,9 +1,11 @@
-"""May a run go on, and from which checkpoint.
+"""Whose a run's folder is; may a run go on, and from which checkpoint.
 
 A resumed run must end where an uninterrupted one would have: what it learns from, and who learns it, may not change on
 the way. Lengths, intervals and places may.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,22 @@ from rich.console import Console
 from slipstream.errors import InputError
 from slipstream.recipe import Recipe
 from slipstream.train.checkpoint import last_checkpoint
+from slipstream.train.ranks import Ranks
 from slipstream.train.records import RunFolder
 
 FREE_TO_CHANGE = {"output", "train.steps", "train.epochs", "train.eval_every", "train.save_every", "train.keep"}
 """Recipe keys that may differ when a run is resumed. A changed length changes the learning rates from there on."""
+
+
+@contextmanager
+def claimed(recipe: Recipe, ranks: Ranks, *, resume: bool) -> Iterator[RunFolder]:
+    """The run's folder, claimed by the first rank for all."""
+    folder = RunFolder(Path(recipe.output))
+    with ExitStack() as held:
+        with ranks.together():
+            if ranks.first:
+                held.enter_context(RunFolder.claimed(folder.path, resume=resume))
+        yield folder
 
 
 def checkpoint_to_resume(folder: RunFolder, recipe: Recipe, console: Console, *, processes: int = 1) -> Path:

@@ -11,7 +11,7 @@
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -30,22 +30,30 @@ from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator, PaddedCollator
 from slipstream.errors import InputError
 from slipstream.model.load import check_context, load_tokenizer
-from slipstream.prepare import Rows, build_model, data_record, prepare_rows, quiet_libraries
+from slipstream.model.quantize import check_quantize, quantize_decisions
+from slipstream.plan.facts import Target, this_machine
+from slipstream.plan.prediction import Taken
+from slipstream.plan.record import plan_line, run_plan
+from slipstream.prepare import Rows, build_model, data_record, planned_steps, prepare_rows, quiet_libraries
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
-from slipstream.resume import checkpoint_to_resume
+from slipstream.resume import checkpoint_to_resume, claimed
 from slipstream.run_json import describe_run, now
-from slipstream.train.arguments import KeepBest, check_schedule, check_trackers, training_arguments
+from slipstream.train.arguments import KeepBest, check_optimizer, check_schedule, check_trackers, training_arguments
 from slipstream.train.checkpoint import checkpoint_step
 from slipstream.train.divergence import StopOnDivergence
 from slipstream.train.interrupt import StopRequest
+from slipstream.train.optimizers import choose_optimizer
 from slipstream.train.progress import ProgressBar, clock
 from slipstream.train.ranks import Ranks
 from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
 from slipstream.train.run_folder import discard, full_disk_told, publish, staging_for
 from slipstream.train.sharding import is_divided, whole_weights
+from slipstream.train.timeline import FILE as TIMELINE
+from slipstream.train.timeline import StepTimeline
+from slipstream.train.trackers import tracker_callbacks
 from slipstream.train.trainer import Trainer
-from slipstream.transform import Options, apply, decisions, restore, tell_later_decisions
+from slipstream.transform import Options, applied, apply, decisions, restore, tell_later_decisions
 from slipstream.versions import SLIPSTREAM
 
 
@@ -84,10 +92,12 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
         console = console if ranks.first else Console(quiet=True)
         with ranks.together():
             check_trackers(recipe.train)
+            check_quantize(recipe.load.quantize, has_card=torch.cuda.is_available())
+            check_optimizer(recipe.train)
         quiet_libraries()
         same = "start all processes with the same recipe, --set and --resume"
         ranks.agree("the recipe", repr((recipe, resume)), same)
-        with _claimed(recipe, ranks, resume) as folder:
+        with claimed(recipe, ranks, resume=resume) as folder:
             checkpoint = None
             if resume:
                 find = partial(checkpoint_to_resume, folder, recipe, console, processes=ranks.count)
@@ -97,20 +107,10 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
             return training.run(checkpoint, autocast)
 
 
-@contextmanager
-def _claimed(recipe: Recipe, ranks: Ranks, resume: bool) -> Iterator[RunFolder]:
-    """The run's folder, claimed by the first rank for all."""
-    folder = RunFolder(Path(recipe.output))
-    with ExitStack() as held:
-        with ranks.together():
-            if ranks.first:
-                held.enter_context(RunFolder.claimed(folder.path, resume=resume))
-        yield folder
-
-
 def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks) -> tuple["_Training", torch.dtype]:
     """Stages 2 to 4: everything that comes before the first step, and the dtype to compute in."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = ranks.in_turn(this_machine)  # its ceilings are measured, if they never were, while the device is empty
     tokenizer = ranks.in_turn(lambda: load_tokenizer(recipe.model, recipe.load))
     train_rows = ranks.in_turn(lambda: prepare_rows(recipe, recipe.data.train, tokenizer, console))
     eval_rows = None
@@ -128,7 +128,8 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks)
     for decision in decided:
         console.print(f"  {decision}")
     record = describe_run(recipe, model, device, train_rows, eval_rows, decided)
-    record["processes"] = ranks.count
+    record |= {"plan": _planned(recipe, model, target, (train_rows, eval_rows)), "processes": ranks.count}
+    console.print(f"  {plan_line(record['plan'])}")
     ranks.agree("the tokenised data", repr(record["rows"]), "give all processes the same files and data set caches")
     return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record, ranks), autocast
 
@@ -146,15 +147,14 @@ def _applied(recipe: Recipe, model: nn.Module, autocast: torch.dtype, sets: list
     apply(model, options)
     longest = max(int(rows.tokenised.lengths.max()) for rows in sets)
     context = check_context(model.config, longest, "data.max_length")
-    return [*run_decisions(recipe, model), *([] if context is None else [context])]
+    return [*run_decisions(recipe, model), *quantize_decisions(model), *([] if context is None else [context])]
 
 
-def planned_steps(recipe: Recipe, rows: int, processes: int = 1) -> int:
-    """Optimizer steps of a run over ``rows`` packed rows (documents, where packing is off), as the trainer counts."""
-    if recipe.train.steps is not None:
-        return recipe.train.steps
-    updates = math.ceil(math.ceil(rows / (recipe.packing.rows * processes)) / recipe.train.accumulate)
-    return math.ceil(recipe.train.epochs * updates)
+def _planned(recipe: Recipe, model: nn.Module, target: Target, sets: tuple[Rows, Rows | None]) -> dict[str, Any]:
+    """What the plan says of this run, as it was set up."""
+    held, hung = sets[1], applied(model)
+    taken = Taken() if hung is None else Taken(hung.attention, hung.split)
+    return run_plan(recipe, target, (sets[0].tokenised, None if held is None else held.tokenised), taken)
 
 
 def run_decisions(recipe: Recipe, model: nn.Module) -> list[Decision]:
@@ -247,13 +247,15 @@ class _Training:
             processing_class=self.tokenizer,
             compute_dtype=None if autocast == torch.float32 else autocast,
             sharding=recipe.train.sharding,
+            optimizer_cls_and_kwargs=choose_optimizer(recipe.train, self.model),
             step_log=self.step_log,
             on_eval=self._record_eval,
             mode=recipe.train.mode,
             on_decision=self._decided,
-            callbacks=[KeepBest(), self.stop],
+            callbacks=[KeepBest(), self.stop, *([StepTimeline(self.folder.path)] if torch.cuda.is_available() else [])],
         )
-        for watcher in (ProgressBar(self.console, self.step_log), self.divergence):  # after the step is recorded
+        trackers = tracker_callbacks(recipe.train, self.folder.path)
+        for watcher in (ProgressBar(self.console, self.step_log), self.divergence, *trackers):  # after the records
             trainer.add_callback(watcher)
         trainer.remove_callback(PrinterCallback)
         return trainer
@@ -316,7 +318,7 @@ class _Training:
 
     def _forget(self) -> None:
         """Leave the folder empty: nothing was trained, and the same command may start again."""
-        for place in (self.folder.run_json, self.folder.steps, self.folder.evals):
+        for place in (self.folder.run_json, self.folder.steps, self.folder.evals, self.folder.path / TIMELINE):
             place.unlink(missing_ok=True)
         discard(self.folder.checkpoints)
         self.console.print("interrupted before a checkpoint was saved: nothing is kept; start again")

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from slipstream.cost.hardware import Device, describe
+from slipstream.cost.offload import Split
 from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.memory.checkpointing import (
@@ -96,6 +97,8 @@ class Applied:
     later: "Later"
     """What turned out otherwise since."""
     experts: AppliedExperts | None
+    split: Split | None
+    """How many layers are kept, recomputed and offloaded; None: whatever the model did already."""
 
 
 def apply(model: Model, options: Options | None = None) -> Model:
@@ -124,7 +127,7 @@ def apply(model: Model, options: Options | None = None) -> Model:
     forward.attach(model, base)
     rotary = [_rotary_decision(forward)] if forward.rotary else []
     decided = (attention, *memory.decisions, packing, experts, *rotary)
-    setattr(base, ATTRIBUTE, Applied(decided, choice, previous, forward, checkpointing, later, mixture))
+    setattr(base, ATTRIBUTE, Applied(decided, choice, previous, forward, checkpointing, later, mixture, memory.split))
     return model
 
 

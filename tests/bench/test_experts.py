@@ -21,9 +21,15 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def steps() -> dict[str, dict[str, Any]]:
-    """Rows of tiny steps, by where the adapters are."""
-    return {name: step_row(StepCase("tiny-mixture", 2, 64, name == "experts", 2, CPU)) for name in experts.ADAPTERS}
+def steps() -> dict[str, Any]:
+    """The row of tiny steps, with adapters on attention and experts."""
+    return step_row(StepCase("tiny-mixture", 2, 64, True, 2, CPU))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_arms, "REPEATS", 2)
+    monkeypatch.setattr(experts_arms, "WARMUP", 0)
 
 
 def test_one_layer_is_compared_with_the_reference() -> None:
@@ -56,9 +62,8 @@ def test_waits_grow_with_experts_only_in_the_reference(count: int) -> None:
     assert all(arm["seconds"] > 0 for arm in row["arms"].values())
 
 
-@pytest.mark.parametrize("adapters", experts.ADAPTERS)
-def test_steps_agree_and_are_compared(steps: dict[str, Any], adapters: str) -> None:
-    row = steps[adapters]
+def test_steps_agree_and_are_compared(steps: dict[str, Any]) -> None:
+    row = steps
     assert list(row["arms"]) == ["where-loop", "sorted-loop", "grouped", "transformers-grouped", "transformers-eager"]
     for name in ("where-loop", "sorted-loop", "grouped"):
         assert all(value < 1e-3 for value in row["arms"][name]["distance"].values())
@@ -135,7 +140,7 @@ def scaled(count: int, seconds: float) -> dict[str, Any]:
 
 
 def test_bars_are_held_to_gpt_oss_alone(steps: dict[str, Any]) -> None:
-    row = {**steps["attention"], "shape": "gpt-oss-20b"}
+    row = {**steps, "shape": "gpt-oss-20b", "adapters": "attention"}
     ratios = {one["against"]: one for one in row["comparisons"] if one["ours"] == "grouped"}
     row["comparisons"] = [
         {**ratios["transformers-grouped"], "ratio": 2.6},
@@ -143,7 +148,7 @@ def test_bars_are_held_to_gpt_oss_alone(steps: dict[str, Any]) -> None:
     ]
     result = document(row, scaled(8, 1.0), scaled(256, 1.2), {"refused": "no room"})
     assert experts_table.summary(result) == {"benchmark": "experts", "bars": 3, "met": 2, "left_out": 1}
-    assert experts_table.summary(document(steps["attention"]))["bars"] == 0
+    assert experts_table.summary(document(steps))["bars"] == 0
     assert experts_table.summary(document({**row, "adapters": "attention and experts"}))["bars"] == 0
     console = Console(record=True, width=100)
     experts_table.show(result, console)
@@ -157,11 +162,11 @@ def test_bars_are_held_to_gpt_oss_alone(steps: dict[str, Any]) -> None:
 def test_documents_that_see_each_other_are_told(steps: dict[str, Any]) -> None:
     """transformers packs by positions, which gpt-oss does not look at; its own arms differ, ours don't."""
     console = Console(record=True, width=100)
-    experts_table.show(document(steps["attention"]), console)
-    stock = steps["attention"]["arms"]["transformers-grouped"]["distance"]["token_losses"]
+    experts_table.show(document(steps), console)
+    stock = steps["arms"]["transformers-grouped"]["distance"]["token_losses"]
     assert ("documents see each other" in console.export_text()) == (stock > 0.02)
-    close = {**steps["attention"]["arms"], "transformers-grouped": {**steps["attention"]["arms"]["grouped"]}}
-    experts_table.show(document({**steps["attention"], "arms": close}), console)
+    close = {**steps["arms"], "transformers-grouped": {**steps["arms"]["grouped"]}}
+    experts_table.show(document({**steps, "arms": close}), console)
     assert "documents see each other" not in console.export_text(clear=True)[-200:]
 
 

@@ -7,12 +7,17 @@ from pathlib import Path
 import pytest
 
 from slipstream import cli
+from slipstream.bench import experts, experts_arms
 
 QUICK = ["--tokens", "64", "--rounds", "2", "--layers", "2", "--shape", "tiny-mixture"]
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(experts_arms, "REPEATS", 1)
+    monkeypatch.setattr(experts_arms, "WARMUP", 0)
+    monkeypatch.setattr(experts, "COUNTS", (8, 16))
+
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["slipstream", "bench", "experts", *words])
         with pytest.raises(SystemExit) as caught:
@@ -34,12 +39,13 @@ def test_json_is_one_document_and_files_are_written(call, tmp_path: Path) -> Non
     assert "grouped" in err
 
 
-def test_tables_end_with_a_line_for_machines(call) -> None:
+def test_tables_end_with_a_line_for_machines(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "step_row", lambda case: {"refused": f"{case.layers} layers are too many"})
     code, out, _ = call(*QUICK, "--adapters", "attention")
     assert code == 0
     last = json.loads(out.splitlines()[-1])
-    assert (last["benchmark"], last["bars"], last["left_out"]) == ("experts", 1, 0)
-    for shown in ("+23%", "+13%", "published 10% to 15%", "(256)", "sorted-loop", "transformers-eager", "bar at most"):
+    assert (last["benchmark"], last["bars"], last["left_out"]) == ("experts", 1, 1)
+    for shown in ("+23%", "+13%", "(16)", "sorted-loop", "bar at most", "left out: 2 layers"):
         assert shown in out
 
 

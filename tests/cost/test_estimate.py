@@ -35,6 +35,7 @@ def test_by_hand() -> None:
     query, key = 4 * 32, 2 * 32
     layer_token = 18 * 64 + 10 * query + 8 * key + 8 * 256
     assert kept_activation_bytes(config(), 100) == 3 * 100 * layer_token
+    assert kept_activation_bytes(config(), 100, itemsize=4) == 3 * 100 * (16 * 64 + 12 * query + 12 * key + 16 * 256)
     assert loss_bytes(config(), 100) == 1000 * (4 * 100 + 16 * 100)
     assert loss_bytes(config(), 10_000) == 1000 * (4 * 10_000 + 16 * LOSS_CHUNK)
     assert loss_bytes(config(), 10_000, whole_logits=False) == 1000 * 16 * LOSS_CHUNK

@@ -66,6 +66,16 @@ def test_a_tokenizer_without_padding_token_is_fine(folder: Path) -> None:
     assert load_tokenizer(str(folder), FLOAT32).pad_token is None
 
 
+def test_new_tokens_become_one_token_each(folder: Path) -> None:
+    added = LoadOptions(dtype="float32", new_tokens=["<think>", "<|im_start|>"])
+    before, after = load_tokenizer(str(folder), FLOAT32), load_tokenizer(str(folder), added)
+    assert len(after) == len(before) + 1  # the other was there
+    assert after.encode("<think>") == [len(before)]
+    assert len(before.encode("<think>")) > 1
+    with pytest.raises(InputError, match=r"load\.new_tokens: a token of blanks alone; name"):
+        load_tokenizer(str(folder), LoadOptions(new_tokens=[" "]))
+
+
 def test_a_tokenizer_loads_from_a_folder_without_model(tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path)  # as beside an adapter
     assert load_tokenizer(str(tmp_path), FLOAT32).chat_template == CHATML

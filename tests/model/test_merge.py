@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
@@ -142,6 +142,51 @@ def test_the_sum_is_made_in_float32_and_rounded_once(stored: str, wanted: str, l
         assert rounded_twice > 0  # it matters
     head = delta["base_model.model.lm_head.weight"]
     assert torch.equal(after["lm_head.weight"], head.to(getattr(torch, load_in)).to(getattr(torch, wanted)))
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": MIXTURE,
+    "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def base_and_expert_adapter(folder: Path, kind: str, dtype: torch.dtype) -> tuple[Path, Path]:
+    """As ``base_and_adapter``, with adapters on the experts' stacked matrices, in peft's own format."""
+    model = tiny_model(kind, **EXPERTS[kind]).to(dtype)
+    model.save_pretrained(folder / "base")
+    stacks = [name for name, weight in model.named_parameters() if ".experts." in name and weight.ndim == 3]
+    assert len(stacks) == 4
+    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=stacks, init_lora_weights=False)
+    get_peft_model(model, config).save_pretrained(folder / "adapter")
+    return folder / "base", folder / "adapter"
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_on_experts_are_added_too(kind: str, tmp_path: Path) -> None:
+    base, adapter = base_and_expert_adapter(tmp_path, kind, torch.float32)
+    expected = with_adapter(base, adapter)
+    assert (expected - logits(load(base))).abs().max() > 0.01
+    out = merged_into(tmp_path / "out", base, adapter)
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(out)), expected, rtol=0, atol=1e-5)
+    assert sorted(load_file(out / "model.safetensors")) == sorted(load_file(base / "model.safetensors"))
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_on_experts_are_rounded_once(kind: str, tmp_path: Path) -> None:
+    base, adapter = base_and_expert_adapter(tmp_path, kind, torch.bfloat16)
+    half, full = (load(base, dtype) for dtype in ("bfloat16", "float32"))
+    count = parameters_of(half)
+    merged, exact = (
+        dict(merge_adapter(model, adapter, dtype="bfloat16", base_parameters=count).named_parameters())
+        for model in (half, full)
+    )
+    assert all(torch.equal(merged[name], exact[name]) for name in exact)
+    before = load(base, "bfloat16")
+    stack = next(name for name in merged if name.endswith("experts.down_proj"))
+    assert not torch.equal(merged[stack], before.get_parameter(stack))
 
 
 def test_logits_of_a_bf16_model_differ_by_rounding(tmp_path: Path) -> None:

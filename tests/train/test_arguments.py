@@ -23,8 +23,9 @@ def test_a_tracker_that_is_installed_is_used(monkeypatch: pytest.MonkeyPatch, tm
     options = TrainOptions(trackers=["tensorboard"])
     check_trackers(options)
     args = training_arguments(options, tmp_path, rows=1, has_eval=False, cpu=True)
-    assert list(args.report_to) == ["tensorboard"]
     assert args.logging_steps == 1
+    assert args.logging_strategy == "steps"
+    assert training_arguments(TrainOptions(), tmp_path, rows=1, has_eval=False, cpu=True).logging_strategy == "no"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ LOSS_CHUNK = 1024
 """Tokens whose logits are upcast to float32 at a time (see ``train/loss.py``)."""
 
 
-def kept_activation_bytes(config: Any, tokens: int) -> int:
-    """Bytes that all decoder layers keep for the backward of ``tokens`` tokens, with half-precision compute.
+def kept_activation_bytes(config: Any, tokens: int, itemsize: int = 2) -> int:
+    """Bytes that all decoder layers keep for the backward of ``tokens`` tokens, computing in half precision, or in
+    float32 where ``itemsize`` is 4: then nothing is cast, and layers that read the same keep it once (16h + 12q + 12k +
+    16i a token).
 
     A layer and token: float32 inputs of two norms (8h), half-precision inputs of the adapters of q, k, v, gate and up
     (10h), of o (2q) and down (2i); the attention's q, k, v and output (4q + 4k); float32 norms of q and k (4q + 4k);
@@ -25,6 +27,8 @@ def kept_activation_bytes(config: Any, tokens: int) -> int:
     key = (getattr(config, "num_key_value_heads", None) or heads) * head
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     layer = 18 * hidden + 10 * query + 8 * key + 8 * inner
+    if itemsize == 4:
+        layer = 16 * hidden + 12 * query + 12 * key + 16 * inner
     return int(layer * tokens * config.num_hidden_layers)
 
 

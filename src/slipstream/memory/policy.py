@@ -65,6 +65,8 @@ class Situation:
     buffers: BuffersChoice = "auto"
     host_bytes: int = 0
     """Host memory that offloaded activations may take."""
+    free_bytes: int | None = None
+    """Device memory free for activations and what is pending; None: what the device has free now."""
 
 
 def choose_activations(asked: ActivationsChoice, now: Situation) -> Chosen:
@@ -124,7 +126,7 @@ def _why_not_auto(now: Situation) -> str | None:
 
 def _cheapest(now: Situation) -> Chosen:
     demand = demand_of(now)
-    free = free_on(now.device) - now.pending_bytes
+    free = (free_on(now.device) if now.free_bytes is None else now.free_bytes) - now.pending_bytes
     usable = int(MARGIN * free)
     not_offload = _why_not_auto(now)
     found = cheapest_split(demand, usable, now.host_bytes, offload=not_offload is None)
@@ -159,7 +161,7 @@ def demand_of(now: Situation) -> Demand:
     size = layer_input_bytes(now.config, now.tokens, now.itemsize)
     return Demand(
         layers=layers,
-        kept_bytes=kept_activation_bytes(now.config, now.tokens) // layers,
+        kept_bytes=kept_activation_bytes(now.config, now.tokens, now.itemsize) // layers,
         input_bytes=size,
         fixed_bytes=loss_bytes(now.config, now.tokens, whole_logits=False),
         buffers=buffer_count(now.buffers),

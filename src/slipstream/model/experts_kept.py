@@ -8,7 +8,7 @@ gradients flow as the model defines them.
 
 The block's ``forward`` is overridden on the instance and watches ``topk`` only while a checkpointed layer runs, or is
 compiled. A compiled layer chooses in an operator of its own (``slipstream::choose``), which is opaque to the compiler:
-forward and recompute must be one graph, so what differs between them is looked up when it runs. (Where somebody compiles
+forward and recompute must be one graph, so what differs is looked up when it runs. (Where somebody compiles
 a layer with its checkpoint, the graph itself recomputes, and the checkpoint function has it keep what was chosen:
 ``memory/checkpointing.py``.) Alternatives that fail in eager mode:
 the experts registry is called after the router, too late; PyTorch's selective checkpointing of ``topk`` breaks where a

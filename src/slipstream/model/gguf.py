@@ -7,6 +7,7 @@ the file at each start, needs none of it and makes every start, every resume and
 
     ~/.cache/slipstream/models/<digest of the file>/
       tokenizer/        the tokenizer alone: looking at data needs no weights
+      config/           the configuration alone, from the header: planning needs no weights either
       float32/          a whole model folder: config, generation config, weights, tokenizer
       bfloat16/         the same in another dtype, only where asked for
 
@@ -71,6 +72,19 @@ def cache_folder() -> Path:
 def tokenizer_folder(file: GgufFile) -> Path:
     """The folder of the file's tokenizer, written at first use."""
     return _once(cache_folder() / file.digest / "tokenizer", lambda folder: _convert_tokenizer(file, folder))
+
+
+def config_folder(file: GgufFile) -> Path:
+    """The folder of the file's configuration, written at first use."""
+
+    def convert(folder: Path) -> None:
+        from transformers import AutoConfig
+
+        with _reading(file):
+            config = AutoConfig.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
+        config.save_pretrained(folder)
+
+    return _once(cache_folder() / file.digest / "config", convert)
 
 
 def model_folder(file: GgufFile, dtype: str) -> Path:

@@ -13,7 +13,7 @@ transformers and torch are imported where they are used: a recipe is checked wit
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,7 @@ from slipstream.cost.hardware import compute_dtype, describe
 from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.model import gguf
+from slipstream.model.quantize import Quantize, keep_trainable, nf4_config
 
 if TYPE_CHECKING:
     import torch
@@ -41,10 +42,12 @@ class LoadOptions:
     """The hub revision: a branch, tag or commit."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The weights' dtype; ``auto``: bf16 where the device computes in it, else float32."""
-    quantize: Literal["none"] = "none"
-    """Weight quantisation; only ``none`` is available yet."""
+    quantize: Quantize = "none"
+    """``nf4`` holds the frozen weights of linear layers in four bits, and computes in ``dtype``."""
     trust_remote_code: bool = False
     """Run the model repository's own Python code."""
+    new_tokens: list[str] = field(default_factory=list)
+    """Tokens to add to the vocabulary; their rows of embedding and head are trained."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,9 @@ def load_model(
 ) -> "PreTrainedModel":
     """A causal language model on ``device``, in evaluation mode.
 
-    ``trainable`` says that all weights will be trained: ``dtype: auto`` then keeps them in float32, since bf16 has too
-    few digits for small updates, and the trainer computes in the device's dtype by autocast. Raises ``InputError``.
+    ``trainable`` says that an optimizer without masters will update the weights in place: ``dtype: auto`` then keeps
+    them in float32, since bf16 has too few digits for small updates, and the trainer computes in the device's dtype by
+    autocast. Raises ``InputError``.
     """
     return _model(_checked(_locate(model)), options, trainable, device)
 
@@ -104,6 +108,19 @@ def stored_dtype(model: str, options: LoadOptions) -> str | None:
         config = _causal_config(source.name, source, options)
     named = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
     return named if named in ("float32", "bfloat16", "float16") else None
+
+
+def load_config(model: str, options: LoadOptions) -> "PreTrainedConfig":
+    """The configuration of ``model`` alone: no weights are read, and a folder need not have any. Raises ``InputError``.
+
+    Of a GGUF file only the header is parsed, and kept beside the file's conversions.
+    """
+    source = _locate(model)
+    if source.local and source.file is None and not (Path(source.name) / CONFIG_FILE).is_file():
+        raise InputError(f"model: {source.name} has no config.json; {_meant_instead(Path(source.name))}")
+    with _quiet(source), _explained(source.name):
+        name = source.name if source.file is None else str(gguf.config_folder(source.file))
+        return _causal_config(name, source, options)
 
 
 def context_length(model_config: "PreTrainedConfig") -> int | None:
@@ -143,13 +160,28 @@ def _model(source: _Source, options: LoadOptions, trainable: bool, device: "torc
         name = source.in_dtype(dtype)
         config = _causal_config(name, source, options)
         model, info = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=getattr(torch, dtype), output_loading_info=True, **_arguments(options)
+            name,
+            config=config,
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
+            **_quantised(options, dtype, device),
+            **_arguments(options),
         )
     _refuse_missing(source.name, sorted(info["missing_keys"]))
     if source.file is not None:  # an adapter's config names its base by this: the user's file, not the cache's folder
         model.name_or_path = model.config.name_or_path = source.name
+    keep_trainable(model)
     loaded: PreTrainedModel = model.to(device)
     return loaded
+
+
+def _quantised(options: LoadOptions, dtype: str, device: "torch.device | str") -> dict[str, Any]:
+    """What transformers is told so that weights become four-bit as they are read, each on the device."""
+    import torch
+
+    if options.quantize == "none":
+        return {}
+    return {"quantization_config": nf4_config(getattr(torch, dtype)), "device_map": {"": torch.device(device)}}
 
 
 def _tokenizer(source: _Source, options: LoadOptions) -> "PreTrainedTokenizerBase":
@@ -163,6 +195,10 @@ def _tokenizer(source: _Source, options: LoadOptions) -> "PreTrainedTokenizerBas
     with _quiet(source), _explained(source.name):
         _ask_hub(source, options)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.of_tokenizer(), **_arguments(options))
+    if any(not token.strip() for token in options.new_tokens):
+        raise InputError("load.new_tokens: a token of blanks alone; name tokens such as <think>")
+    if options.new_tokens:
+        tokenizer.add_tokens(options.new_tokens)  # those that it has already stay as they are
     return tokenizer
 
 

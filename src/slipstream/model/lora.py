@@ -18,6 +18,7 @@ peft, so none is put there: ``all-linear`` leaves it out with a warning, and nam
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,6 +27,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Ge, Gt, Lt
 
 from slipstream.errors import InputError
+from slipstream.model.new_tokens import trainable_rows, without_copies, without_matrices
+from slipstream.model.quantize import parameter_count
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -91,9 +94,12 @@ class TrainableSummary:
         return f"{self.trainable:,} of {self.total:,} parameters trainable ({share:.2%})"
 
 
-def add_adapter(model: "PreTrainedModel", options: AdapterOptions, *, seed: int) -> "PeftModel":
+def add_adapter(
+    model: "PreTrainedModel", options: AdapterOptions, *, seed: int, new_tokens: Sequence[int] = ()
+) -> "PeftModel":
     """Wrap the model with fresh low-rank adapters (float32, as is peft's default); the base weights are frozen.
 
+    ``new_tokens``: tokens whose rows of embedding and head are trained as well (see ``model/new_tokens.py``).
     The same seed gives the same adapters whatever was drawn before, and the random generators are left as they were.
     Raises ``InputError`` for a target or a ``modules_to_save`` that matches nothing, and for ``experts`` or ``router``
     on a model without them.
@@ -113,6 +119,7 @@ def add_adapter(model: "PreTrainedModel", options: AdapterOptions, *, seed: int)
         target_modules=[*resolve_targets(model, options), *routed_modules],
         target_parameters=routed_parameters or None,
         modules_to_save=list(options.modules_to_save) or None,
+        trainable_token_indices=trainable_rows(model, new_tokens, options.modules_to_save),
     )
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
@@ -120,6 +127,9 @@ def add_adapter(model: "PreTrainedModel", options: AdapterOptions, *, seed: int)
         adapted: PeftModel = get_peft_model(model, config)
     assert set(adapted.targeted_module_names) == targets
     assert set(adapted.targeted_parameter_names) == set(routed_parameters)
+    if new_tokens:
+        without_copies(adapted)
+        without_matrices(adapted)
     return adapted
 
 
@@ -160,7 +170,7 @@ def trainable_summary(model: "nn.Module") -> TrainableSummary:
     counts: dict[str, tuple[int, int]] = {}
     total = 0
     for name, parameter in model.named_parameters():
-        total += parameter.numel()
+        total += parameter_count(parameter)
         if parameter.requires_grad:
             group = _group_name(name)
             tensors, parameters = counts.get(group, (0, 0))

@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from slipstream.errors import InputError
 from slipstream.model.gguf import NO_SPACE
 from slipstream.model.lora import load_adapter
+from slipstream.model.quantize import parameter_count
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MergedDtype = Literal["float32", "bfloat16", "float16"]
@@ -83,11 +85,13 @@ def merge_adapter(
     own = base.dtype
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*tie_word_embeddings")  # the very thing that is done here
+        warnings.filterwarnings("ignore", message="All adapters are already merged")  # those on experts are
         try:
             adapted = load_adapter(base, adapter)
         except SafetensorError as error:
             raise InputError(f"adapter: the weights in {adapter} are damaged ({error}); train again") from error
         _part_head_from_embedding(adapted.get_base_model())
+        _merge_experts(adapted)
         merged: PreTrainedModel = adapted.merge_and_unload()
     _say_whether_tied(merged)
     _cast(merged, dtype, {name for name, held in loaded.items() if held != own})
@@ -155,7 +159,7 @@ def _check_base(base: Any, adapter: Path, base_parameters: int) -> None:
             f"the weights of {base.name_or_path} are quantised ({getattr(method, 'value', method)}), and an adapter "
             f"can only be added to plain ones; load {adapter} beside the model with peft instead"
         )
-    has = sum(parameter.numel() for parameter in base.parameters())
+    has = sum(parameter_count(parameter) for parameter in base.parameters())
     if has != base_parameters:
         raise InputError(
             f"adapter: {adapter} was trained on a model of {base_parameters:,} parameters, and {base.name_or_path} has "
@@ -175,6 +179,19 @@ def _part_head_from_embedding(base: Any) -> None:
         return
     layer: Any = head.get_base_layer() if isinstance(head, BaseTunerLayer) else head
     layer.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+
+def _merge_experts(adapted: "PeftModel") -> None:
+    """Add the adapters on experts' stacked matrices in float32, a stack at a time; peft rounds before it adds."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    for module in adapted.modules():
+        if isinstance(module, ParamWrapper):
+            stack = module.get_param()
+            held = stack.dtype
+            stack.data = stack.data.float()
+            module.merge()
+            stack.data = stack.data.to(held)
 
 
 def _say_whether_tied(model: Any) -> None:

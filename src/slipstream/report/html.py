@@ -18,7 +18,8 @@ from typing import Any
 
 import yaml
 
-from slipstream.report import plots
+from slipstream.report import against_plan, plots
+from slipstream.report.against_plan import read_timeline
 from slipstream.report.markup import Markup, join, tag
 from slipstream.report.numbers import (
     KeyNumbers,
@@ -40,12 +41,14 @@ def write_report(run_folder: Path) -> Path:
     """Writes ``report.html`` into a run's folder and returns its path. ``InputError`` where the folder is no run."""
     folder = RunFolder.open(run_folder)
     records = read_records(folder.path)
-    write_atomically(folder.report, page(records, folder.path.name))
+    timeline, problems = read_timeline(folder.path)
+    records.problems.extend(problems)
+    write_atomically(folder.report, page(records, folder.path.name, timeline))
     return folder.report
 
 
-def page(records: Records, name: str) -> str:
-    """The page of a run called ``name``."""
+def page(records: Records, name: str, timeline: dict[str, Any] | None = None) -> str:
+    """The page of a run called ``name``, with the ``timeline`` of one of its steps where one was sampled."""
     numbers = KeyNumbers.of(records)
     body = [
         _header(records, numbers, name),
@@ -53,6 +56,7 @@ def page(records: Records, name: str) -> str:
         _tiles(records, numbers),
         _learning(records, numbers),
         _speed(records, numbers),
+        _plan(records, numbers, timeline or {}),
         _packing(records, numbers),
         _decisions(records),
         _pair(_data(records), _versions(records)),
@@ -141,7 +145,7 @@ def _tiles(records: Records, numbers: KeyNumbers) -> Markup:
     tiles = [
         _tile("Held-out loss", _change(numbers.eval_before, numbers.eval_after), _best(records, numbers)),
         _tile("Training loss", _change(numbers.loss_first, numbers.loss_last), "first step → last step"),
-        _tile("Speed", join(count_text(per_second)), "tokens/s, median step, padding not counted"),
+        _tile("Speed", join(count_text(per_second)), _speed_aside(records)),
         _tile("Peak memory", join(bytes_text(numbers.peak_bytes)), _of_device(numbers.peak_bytes, total)),
         _packing_tile(numbers),
         _tile("Training time", join(time_text(numbers.seconds)), _counted(records)),
@@ -157,6 +161,12 @@ def _tile(name: str, value: Markup, aside: str) -> Markup:
         tag("dd", aside, class_="aside"),
         class_="card tile",
     )
+
+
+def _speed_aside(records: Records) -> str:
+    share = against_plan.floor_share(records)
+    floor = "" if share is None else f"; {percent_text(share)} of the floor"
+    return f"tokens/s, median step, padding not counted{floor}"
 
 
 def _change(first: float | None, last: float | None) -> Markup:
@@ -223,6 +233,14 @@ def _speed(records: Records, numbers: KeyNumbers) -> Markup:
         text = f"Peak so far, at each step; {bytes_text(numbers.peak_bytes)} in the end."
         figures.append(plots.memory(records.steps, text))
     return _figures("Speed and memory" if len(figures) > 1 else "Speed", *figures)
+
+
+def _plan(records: Records, numbers: KeyNumbers, timeline: dict[str, Any]) -> Markup:
+    table = against_plan.comparison(records, numbers)
+    figures = [against_plan.memory_by_part(records, numbers), against_plan.timeline_figure(timeline)]
+    drawn = [figure for figure in figures if figure is not None]
+    told = _section("Plan and run", table, class_="card") if table else Markup()
+    return join(told, _figures("Where memory and time went", *drawn) if drawn else Markup())
 
 
 def _packing(records: Records, numbers: KeyNumbers) -> Markup:

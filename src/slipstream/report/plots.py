@@ -110,9 +110,9 @@ def learning(steps: Sequence[StepRecord], evals: Sequence[EvalRecord], summary: 
         rates.plot(x, y, color=MUTED, linewidth=1.5)
         peak = max((rate for rate in y if rate == rate), default=0) or 1
         rates.set_ylim(0, peak * 1.1)
-        _style(losses, "", "loss (nats/token)")
+        style(losses, "", "loss (nats/token)")
         losses.spines["bottom"].set_visible(False)
-        _style(rates, "step", "learning rate", ticks=2)
+        style(rates, "step", "learning rate", ticks=2)
         rates.set_yticks([0, peak])
         figure.align_ylabels()
 
@@ -141,7 +141,7 @@ def throughput(steps: Sequence[StepRecord], summary: str) -> Plot:
         axes = figure.subplots()
         axes.plot(x, y, color=FIRST, linewidth=1.5, **_dots(x))
         axes.set_ylim(bottom=0)
-        _style(axes, "step", "tokens/s")
+        style(axes, "step", "tokens/s")
 
     return Plot("throughput", "Tokens a second", summary, draw)
 
@@ -156,7 +156,7 @@ def memory(steps: Sequence[StepRecord], summary: str) -> Plot:
         axes.plot(x, y, color=SECOND, linewidth=1.8, **_dots(x))
         axes.fill_between(x, y, color=SECOND, alpha=0.12, linewidth=0)
         axes.set_ylim(bottom=0, top=max(y, default=1) * 1.15 or 1)
-        _style(axes, "step", "GiB")
+        style(axes, "step", "GiB")
 
     return Plot("memory", "Device memory", summary, draw)
 
@@ -170,7 +170,7 @@ def padding(tokens: float, packed: float, padded: float, summary: str) -> Plot:
         axes.barh([1, 0], [packed - tokens, padded - tokens], left=tokens, height=0.55, color=EMPTY, label="padding")
         axes.set_yticks([1, 0], ["packed", "padded"])
         axes.set_ylim(-0.55, 1.55)
-        _style(axes, "tokens computed in one epoch", "", ticks=None)
+        style(axes, "tokens computed in one epoch", "", ticks=None)
         axes.grid(visible=False)
         axes.xaxis.set_major_formatter(FuncFormatter(_short))
         figure.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor=INK, fontsize=12, handlelength=1.2)
@@ -185,7 +185,7 @@ def lengths(edges: Sequence[float], counts: Sequence[float], summary: str) -> Pl
         axes = figure.subplots()
         widths = [high - low for low, high in itertools.pairwise(edges)]
         axes.bar(edges[:-1], counts, widths, align="edge", color=FIRST, edgecolor=CARD, linewidth=1)
-        _style(axes, "document length (tokens)", "documents")
+        style(axes, "document length (tokens)", "documents")
         if edges[0] > 0 and edges[-1] / edges[0] > 50:
             axes.set_xscale("log", base=2)
             axes.minorticks_off()
@@ -199,7 +199,8 @@ def _dots(x: Sequence[float]) -> dict[str, Any]:
     return {"marker": "o", "markersize": 4} if len(x) <= 40 else {}
 
 
-def _style(axes: Axes, x_label: str, y_label: str, ticks: int | None = 5) -> None:
+def style(axes: Axes, x_label: str, y_label: str, ticks: int | None = 5) -> None:
+    """Labels, a light grid and no frame; ``ticks`` of None leaves the vertical axis to the caller."""
     axes.patch.set_alpha(0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)

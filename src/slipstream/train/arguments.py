@@ -29,7 +29,7 @@ def training_arguments(
         learning_rate=options.learning_rate,
         lr_scheduler_type=SCHEDULES[options.schedule],
         warmup_steps=options.warmup,
-        optim="adamw_torch_fused",
+        optim="adamw_torch_fused",  # where choose_optimizer names no other
         weight_decay=options.weight_decay,
         max_grad_norm=options.clip,
         seed=options.seed,
@@ -43,7 +43,9 @@ def training_arguments(
         greater_is_better=False if has_eval else None,
         logging_strategy="steps" if options.trackers else "no",
         logging_steps=1,
-        report_to=list(options.trackers) or "none",
+        report_to="none",  # trackers are given their numbers by tracker_callbacks
+        run_name=checkpoints.parent.name,
+        project="slipstream",
         use_cpu=cpu,
         dataloader_num_workers=0 if cpu else 2,
         dataloader_pin_memory=not cpu,
@@ -60,6 +62,15 @@ def check_trackers(options: TrainOptions) -> None:
             raise InputError(
                 f"train.trackers: {tracker} is not installed; pip install {TRACKERS[tracker][0]}, or take it out"
             )
+
+
+def check_optimizer(options: TrainOptions) -> None:
+    """Raises ``InputError`` for an optimizer whose package is not installed."""
+    if options.optimizer == "adamw8bit" and find_spec("bitsandbytes") is None:
+        raise InputError(
+            "train.optimizer: adamw8bit needs bitsandbytes, which is not installed; "
+            "pip install 'slipstream[nf4]', or take adamw"
+        )
 
 
 def check_schedule(options: TrainOptions, steps: int) -> None:

@@ -7,6 +7,8 @@ from annotated_types import Ge, Gt, Le
 
 from slipstream.step.choice import ModeChoice
 
+OptimizerChoice = Literal["adamw", "adamw8bit"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
@@ -26,8 +28,8 @@ class TrainOptions:
     """Learning rate after the warm-up."""
     warmup: Annotated[float, Ge(0)] = 0.03
     """Warm-up: a share of all steps if below 1, else a number of steps."""
-    optimizer: Literal["adamw"] = "adamw"
-    """The optimizer."""
+    optimizer: OptimizerChoice = "adamw"
+    """``adamw``, or ``adamw8bit`` (bitsandbytes): its two running means in 8 bits, 2 bytes a trained weight, not 8."""
     weight_decay: Annotated[float, Ge(0)] = 0.0
     """Decoupled weight decay."""
     clip: Annotated[float, Ge(0)] = 1.0

@@ -5,10 +5,12 @@ One file a choice (``varlen``, ``flex``, ``xformers``, ``sdpa``), each with what
 """
 
 from slipstream.model.attention.call import Needs
-from slipstream.model.attention.choice import AttentionChoice, choose_attention
+from slipstream.model.attention.choice import KERNELS, WHAT, AttentionChoice, choose_attention
 from slipstream.model.attention.registry import attention_key, mask_placeholder, register_attention
 
 __all__ = [
+    "KERNELS",
+    "WHAT",
     "AttentionChoice",
     "Needs",
     "attention_key",

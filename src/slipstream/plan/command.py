@@ -1,0 +1,63 @@
+"""``slipstream plan``: read the data and the configuration, predict, and say what to change where it does not fit."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from slipstream.model.load import load_tokenizer
+from slipstream.plan.facts import Facts, Target, facts, skeleton, target
+from slipstream.plan.prediction import Gain, Prediction, choices, gains, predict
+from slipstream.plan.search import Remedy, remedies
+from slipstream.plan.table import show
+from slipstream.prepare import quiet_libraries, tokenised_set
+from slipstream.recipe import Recipe
+
+
+def plan(recipe: Recipe, *, device: str | None, console: Console) -> tuple[dict[str, Any], bool]:
+    """The plan of a recipe as plain values, printed too, and whether it fits.
+
+    ``device``: a known device's name or a file that ``doctor --json`` wrote; None for this machine's. Nothing of the
+    model but its configuration is read. Raises ``InputError``.
+    """
+    quiet_libraries()
+    aim = target(device)
+    model = skeleton(recipe)
+    tokenizer = load_tokenizer(recipe.model, recipe.load)
+    train = tokenised_set(recipe, recipe.data.train, tokenizer, console)
+    held_out = tokenised_set(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
+    found = facts(recipe, model, train, held_out)
+    prediction = predict(recipe, found, aim)
+    saved = gains(recipe, prediction, aim)
+    ways = [] if prediction.fits else remedies(recipe, found, aim)
+    document = document_of(recipe, found, aim, prediction, saved, ways)
+    show(document, prediction, saved, ways, console)
+    return document, prediction.fits
+
+
+def document_of(
+    recipe: Recipe, found: Facts, aim: Target, prediction: Prediction, saved: list[Gain], ways: list[Remedy]
+) -> dict[str, Any]:
+    """The plan for a machine to read."""
+    return {
+        "fits": prediction.fits,
+        "model": recipe.model,
+        "parameters": {"total": found.shape.parameters, "trained": prediction.job.trained},
+        "device": asdict(aim.device),
+        "free_bytes": aim.free,
+        "ceilings": asdict(aim.rates),
+        "data": found.account,
+        "packing": {**asdict(prediction.packing), "padded_ratio": prediction.packing.padded_ratio},
+        **prediction.record(),
+        "gains": [asdict(gain) for gain in saved],
+        "decisions": [asdict(decision) for decision in prediction.decisions],
+        "remedies": [
+            {
+                "changes": {change.key: change.value for change in way.changes},
+                "device_bytes": round(way.prediction.memory.device_bytes),
+                "seconds": way.prediction.seconds,
+                "choices": choices(way.prediction.job),
+            }
+            for way in ways
+        ],
+    }

@@ -1,0 +1,147 @@
+"""What a plan starts from: the model without its weights, the documents' lengths, and the device.
+
+The model is built without storage, so that what is counted (weights, adapters' places, what attention needs) is exact
+for every family transformers knows, in under a second; its configuration gives the sizes of its parts. Documents are
+tokenised as for training, from the cache where it has them, and only their lengths are kept.
+"""
+
+import json
+import re
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from slipstream.cost.ceilings import Ceilings, named_device
+from slipstream.cost.hardware import Device, describe, free_bytes, host_memory_limit
+from slipstream.cost.shape import ModelShape
+from slipstream.data.tokens import TokenisedSet
+from slipstream.device.ceilings import ceilings
+from slipstream.device.driver import driver_version
+from slipstream.errors import InputError
+from slipstream.model.load import load_config
+from slipstream.model.lora import AdapterOptions, resolve_targets
+from slipstream.recipe import Recipe
+
+Lengths = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device that would train."""
+
+    device: Device
+    rates: Ceilings
+    free: float | None
+    """Bytes free on it now; None for a device that is only described."""
+    host: float | None
+    """Bytes of host memory to count on; None where not known."""
+    here: bool
+    """Whether it is this machine's."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A model and data sets, measured."""
+
+    model: Any
+    """The model on meta tensors."""
+    shape: ModelShape
+    adapted: tuple[tuple[int, int], ...]
+    """Inputs and outputs of each module that adapters go on; where there are none, of those that they would."""
+    saved: int
+    """Parameters of modules that ``adapter.modules_to_save`` trains whole."""
+    lengths: Lengths
+    """Tokens of each training document."""
+    eval_lengths: Lengths | None
+    account: dict[str, Any]
+
+
+def target(name: str | None) -> Target:
+    """The device to plan for: this machine's where ``name`` is None, a known one, or one that ``doctor`` described.
+
+    Raises ``InputError`` for a name that is neither.
+    """
+    if name is None:
+        return this_machine()
+    if Path(name).is_file():
+        return _described(Path(name))
+    device, rates = named_device(name)
+    return Target(device, rates, None, None, here=False)
+
+
+def this_machine() -> Target:
+    """The first card, else the CPU, with its ceilings (measured in a few seconds where they never were)."""
+    name = "cuda" if torch.cuda.is_available() else "cpu"
+    rates = ceilings(name, driver_version() if name == "cuda" else None)
+    return Target(describe(name), rates, free_bytes(name), host_memory_limit(), here=True)
+
+
+def _described(path: Path) -> Target:
+    """The device in a document that ``slipstream doctor --json`` wrote elsewhere."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        told, rates = found["devices"][0], found["ceilings"]
+        told["compute_capability"] = told["compute_capability"] and tuple(told["compute_capability"])
+        known = {item.name for item in fields(Device)}
+        device = Device(**{name: value for name, value in told.items() if name in known})
+        host = None if device.kind == "cpu" else float(found["host_memory"]["usable_bytes"])
+        return Target(device, Ceilings(**rates), None, host, here=False)
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise InputError(
+            f"--device {path}: no device with ceilings in it ({type(error).__name__}: {error}); "
+            "write it on that machine by 'slipstream doctor --json > that-machine.json'"
+        ) from error
+
+
+def skeleton(recipe: Recipe) -> Any:
+    """The recipe's model without storage. Raises ``InputError`` where the model can't be found or is no causal one."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(recipe.model, recipe.load)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=recipe.load.trust_remote_code)
+
+
+def shape_of(model: Any) -> ModelShape:
+    """The shape of a model's configuration, with its weights counted on the model itself."""
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    return replace(ModelShape.of(model.config), parameters=counted)
+
+
+def facts(recipe: Recipe, model: Any, train: TokenisedSet, held_out: TokenisedSet | None) -> Facts:
+    """The facts about a recipe's model and its tokenised data sets."""
+    return Facts(
+        model=model,
+        shape=shape_of(model),
+        adapted=adapted_sizes(recipe.adapter, model),
+        saved=_saved(recipe.adapter, model),
+        lengths=train.lengths,
+        eval_lengths=None if held_out is None else held_out.lengths,
+        account=train.account.as_json(),
+    )
+
+
+def adapted_sizes(options: AdapterOptions, model: Any) -> tuple[tuple[int, int], ...]:
+    """Inputs and outputs of each module that adapters go on, as training resolves them; of those that they would go on
+    by default, where all weights are trained.
+    """
+    modules = dict(model.named_modules())
+    targets = resolve_targets(model, options if options.kind == "lora" else AdapterOptions())
+    return tuple(_sizes(modules[name]) for name in targets)
+
+
+def _saved(options: AdapterOptions, model: nn.Module) -> int:
+    patterns = [re.compile(rf"(^|\.){re.escape(wanted)}$") for wanted in options.modules_to_save]
+    saved = (m for name, m in model.named_modules() if any(pattern.search(name) for pattern in patterns))
+    return sum(parameter.numel() for module in saved for parameter in module.parameters())
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    weight = module.get_parameter("weight")
+    outputs, inputs = weight.shape
+    return int(inputs), int(outputs)

@@ -1,0 +1,326 @@
+"""From a recipe and facts to predictions: what is on, what fits, how long a step and the run take.
+
+1. job      ``job_of``    the recipe's choices, with every ``auto`` resolved as training will
+2. memory   ``memory``    by part, against what is free
+3. time     ``step_times``  by part, at the device's ceilings
+4. gains    ``gains``     the same with one optimisation taken away
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.cost.hardware import Device, compute_dtype
+from slipstream.cost.job import Job
+from slipstream.cost.memory import (
+    CONTEXT,
+    Memory,
+    gradient_bytes,
+    memory,
+    room,
+    state_bytes,
+    stream_bytes,
+    weight_bytes,
+)
+from slipstream.cost.offload import Split
+from slipstream.cost.step import Times, boundary_seconds, step_times
+from slipstream.data.packing import PackingReport, pack
+from slipstream.decision import Decision
+from slipstream.memory.offload import buffer_count
+from slipstream.memory.policy import Situation, choose_activations
+from slipstream.model.attention import Needs, choose_attention
+from slipstream.model.experts_choice import choose_experts
+from slipstream.model.load import check_context
+from slipstream.plan.facts import Facts, Lengths, Target
+from slipstream.prepare import planned_steps, trained_in_place
+from slipstream.recipe import Recipe
+from slipstream.step.choice import Circumstances, choose_mode, compiler_obstacle
+from slipstream.transform import packing_decision
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What one optimisation changes against the same step without it."""
+
+    name: str
+    on: bool
+    seconds: float
+    """Seconds a step that it saves (below 0: costs); what it would save, where it is off."""
+    bytes: float
+    """Device memory at the peak that it saves, likewise."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a recipe comes to on a device."""
+
+    job: Job
+    packing: PackingReport
+    memory: Memory
+    room: float
+    """Device bytes that the step may fill."""
+    host_room: float | None
+    times: Times
+    steps: int
+    seconds: float
+    """The whole training with its evaluations, without loading."""
+    tokens_per_second: float
+    """Document tokens, padding not counted."""
+    decisions: tuple[Decision, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step's memory has room on device and host."""
+        host = self.host_room is None or self.memory.host_bytes <= self.host_room
+        return self.memory.device_bytes <= self.room and host
+
+    def record(self) -> dict[str, Any]:
+        """What a run's records keep, to be shown beside what was measured."""
+        return {
+            "memory": {"device": _parts(self.memory.device), "host": _parts(self.memory.host)},
+            "device_bytes": round(self.memory.device_bytes),
+            "host_bytes": round(self.memory.host_bytes),
+            "room_bytes": round(self.room),
+            "step_seconds": self.times.total,
+            "floor_seconds": self.times.floor,
+            "times": {**asdict(self.times), "device": self.times.device},
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "choices": choices(self.job),
+        }
+
+
+def choices(job: Job) -> dict[str, Any]:
+    """The choices of a job that a recipe or an ``auto`` made."""
+    names = ("tokens", "attention", "experts", "mode", "weights", "nf4", "compute", "optimizer", "rank", "full")
+    return {"activations": asdict(job.layers), **{name: getattr(job, name) for name in names}}
+
+
+def _parts(parts: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{"name": part.name, "bytes": round(part.bytes), "what": part.what} for part in parts]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Choices that training has made already; None where it has not."""
+
+    attention: str | None = None
+    split: Split | None = None
+
+
+def predict(recipe: Recipe, found: Facts, target: Target, taken: Taken | None = None) -> Prediction:
+    """Everything about a recipe on a device. ``taken``: what training itself has decided, where it has."""
+    report, lengths = packing_of(recipe, found.lengths)
+    job, decided = job_of(recipe, found, target, report, lengths, taken or Taken())
+    used = memory(job)
+    times = step_times(_average(recipe, job, report), target.rates, cpu=target.device.kind == "cpu")
+    steps = planned_steps(recipe, report.rows)
+    batches = max(1.0, report.rows / recipe.packing.rows)
+    return Prediction(
+        job=job,
+        packing=report,
+        memory=used,
+        room=room(target.device, target.free),
+        host_room=target.host,
+        times=times,
+        steps=steps,
+        seconds=steps * times.total + _evaluations(recipe, found, job, times, steps),
+        tokens_per_second=report.tokens / batches * recipe.train.accumulate / times.total,
+        decisions=decided,
+    )
+
+
+def packing_of(recipe: Recipe, lengths: Lengths) -> tuple[PackingReport, Lengths]:
+    """What packing (or padding) makes of documents, cut to what a row holds, and their lengths then."""
+    options = recipe.packing
+    cut = np.minimum(lengths, recipe.data.max_length or options.tokens)
+    if not options.enabled:
+        return PackingReport.unpacked(cut, options.rows, options.tokens), cut
+    rows = pack(cut, options.tokens, seed=recipe.train.seed, window=options.window)
+    return PackingReport.of(cut, rows, options.tokens), cut
+
+
+# 1. job
+
+
+def job_of(
+    recipe: Recipe, found: Facts, target: Target, report: PackingReport, lengths: Lengths, taken: Taken
+) -> tuple[Job, tuple[Decision, ...]]:
+    """The job, with every choice made as training will make it, and the decisions."""
+    full = recipe.adapter.kind == "none"
+    attention, attending = _attention(recipe, found, target.device)
+    experts, routing = _experts(found, target.device)
+    tokens = recipe.packing.tokens * recipe.packing.rows if recipe.packing.enabled else _widest(recipe, lengths)
+    job = Job(
+        shape=found.shape,
+        tokens=tokens,
+        lengths=lengths,
+        batches=max(1.0, report.rows / recipe.packing.rows),
+        full=full,
+        rank=0 if full else recipe.adapter.rank,
+        adapted=() if full else found.adapted,
+        adapted_experts=bool(recipe.adapter.experts),
+        saved=0 if full else found.saved,
+        weights=_weights(recipe, target.device),
+        nf4=str(recipe.load.quantize) == "nf4",
+        compute=compute_dtype(target.device),
+        attention=taken.attention or attention or "varlen",
+        experts=experts,
+        optimizer=recipe.train.optimizer,
+        accumulate=recipe.train.accumulate,
+    )
+    mode, stepping = _mode(recipe, found, target, job, attention)
+    job = replace(job, mode=mode)
+    split, kept = _activations(recipe, found, job, target)
+    job = replace(job, split=taken.split or split, buffers=buffer_count(recipe.memory.buffers))
+    return job, tuple(_decisions(recipe, found, target, [attending, *kept, stepping, *routing]))
+
+
+def _widest(recipe: Recipe, lengths: Lengths) -> int:
+    """Tokens of the widest padded batch: as many documents as a batch has, each as long as the longest."""
+    return int(lengths.max()) * min(recipe.packing.rows, len(lengths))
+
+
+def _average(recipe: Recipe, job: Job, report: PackingReport) -> Job:
+    """The job of an average batch: padded batches differ in width, packed ones don't."""
+    if recipe.packing.enabled:
+        return job
+    return replace(job, tokens=max(1, round(report.padded_tokens / job.batches)))
+
+
+def _weights(recipe: Recipe, device: Device) -> str:
+    if recipe.load.dtype != "auto":
+        return recipe.load.dtype
+    return "float32" if trained_in_place(recipe) else compute_dtype(device)
+
+
+def _attention(recipe: Recipe, found: Facts, device: Device) -> tuple[str | None, Decision]:
+    if not recipe.packing.enabled:
+        return None, Decision("attention", False, "the model's own: packing.enabled is false")
+    return choose_attention("auto", Needs.of(found.model), device, _dtype(device))
+
+
+def _dtype(device: Device) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, compute_dtype(device))
+    return dtype
+
+
+def _experts(found: Facts, device: Device) -> tuple[str, list[Decision]]:
+    """How experts are computed, and the decision; none for a dense model."""
+    if not found.shape.routed:
+        return "grouped", []
+    choice, decision = choose_experts("auto", found.model, device, _dtype(device))
+    return choice or "loop", [decision]
+
+
+def _mode(recipe: Recipe, found: Facts, target: Target, job: Job, attention: str | None) -> tuple[str, Decision]:
+    """How steps run; a compiler is looked for on this machine, and taken for granted on another."""
+    about = Circumstances(
+        device=target.device,
+        packed=recipe.packing.enabled,
+        attention=attention,
+        host_experts=bool(found.shape.routed) and job.experts == "loop",
+        whole=job.full,
+        compiler=compiler_obstacle(target.device) if target.here else None,
+    )
+    return choose_mode(recipe.train.mode, about)
+
+
+def _activations(recipe: Recipe, found: Facts, job: Job, target: Target) -> tuple[Split | None, tuple[Decision, ...]]:
+    """What training's own policy decides, given what weights will leave free of the device."""
+    free = target.device.memory_bytes - CONTEXT if target.free is None else target.free
+    options = recipe.memory
+    limit = target.host if options.host_limit is None else options.host_limit * 2**30
+    now = Situation(
+        config=found.model.config.get_text_config(),
+        device=target.device,
+        layers=job.shape.depth,
+        tokens=job.tokens,
+        itemsize=int(stream_bytes(job)),
+        pending_bytes=round(gradient_bytes(job) + state_bytes(job)),
+        buffers=options.buffers,
+        host_bytes=2**62 if limit is None else round(limit),
+        free_bytes=max(0, round(free - weight_bytes(job) - (0 if job.full else 4 * job.trained))),
+    )
+    chosen = choose_activations(options.activations, now)
+    return chosen.split, chosen.decisions
+
+
+def _decisions(recipe: Recipe, found: Facts, target: Target, made: list[Decision]) -> Iterator[Decision]:
+    device = target.device
+    packing = packing_decision(found.model)
+    if not recipe.packing.enabled:
+        packing = Decision("packing", False, "packing.enabled: false; documents are padded, one a row")
+    yield packing
+    yield from made
+    half = "multiplies it in hardware" if device.bf16 else "does not multiply it in hardware: float32 is used"
+    yield Decision("bf16", device.bf16, f"{device.name} {half}")
+    context = check_context(found.model.config, int(found.lengths.max()), "data.max_length")
+    if context is not None:
+        yield context
+
+
+# 3. time
+
+
+def _evaluations(recipe: Recipe, found: Facts, job: Job, times: Times, steps: int) -> float:
+    """Seconds of all evaluations: before the first step, at every ``eval_every``, and after the last."""
+    if found.eval_lengths is None:
+        return 0.0
+    report, _ = packing_of(recipe, found.eval_lengths)
+    batches = report.rows / recipe.packing.rows
+    every = recipe.train.eval_every
+    count = 2 + ((steps - 1) // every if every else 0)
+    forward = times.total / recipe.train.accumulate / (job.passes + 2)
+    return count * batches * forward
+
+
+# 4. gains
+
+
+def gains(recipe: Recipe, prediction: Prediction, target: Target) -> list[Gain]:
+    """Each optimisation's predicted gain: time and memory of the step with and without it."""
+    job = _average(recipe, prediction.job, prediction.packing)
+    found = [Gain("packing", True, _padding_seconds(recipe, prediction), 0.0)] if recipe.packing.enabled else []
+    if recipe.packing.enabled and prediction.packing.rows:
+        found.append(Gain("boundaries built once", True, boundary_seconds(job, target.rates), 0.0))
+    for name, on, other in _toggles(job, target.device):
+        found.append(_gain(name, on, job, other, target))
+    return found
+
+
+def _padding_seconds(recipe: Recipe, prediction: Prediction) -> float:
+    """What a step would take longer if its documents were padded: the tokens computed, over those that packing does."""
+    return (prediction.packing.padded_ratio - 1) * prediction.times.total
+
+
+def _gain(name: str, on: bool, job: Job, other: Job, target: Target) -> Gain:
+    """``other`` is the job with the optimisation the other way round."""
+    cpu = target.device.kind == "cpu"
+    seconds = step_times(other, target.rates, cpu=cpu).total - step_times(job, target.rates, cpu=cpu).total
+    size = memory(other).device_bytes - memory(job).device_bytes
+    sign = 1 if on else -1
+    return Gain(name, on, sign * seconds, sign * size)
+
+
+def _toggles(job: Job, device: Device) -> Iterator[tuple[str, bool, Job]]:
+    card = device.kind == "cuda"
+    yield "chunked loss", job.chunked_loss, replace(job, chunked_loss=not job.chunked_loss)
+    counts, all_as = job.layers, partial(replace, job, split=None)
+    recompute = counts.kept < counts.layers
+    yield "recompute", recompute, all_as(activations="keep" if recompute else "recompute")
+    if card and not device.unified_memory:
+        offload = counts.offloaded > 0
+        yield "offload", offload, all_as(activations="recompute" if offload else "offload")
+        if offload:
+            yield "double buffer", job.buffers > 1, replace(job, buffers=1 if job.buffers > 1 else 2)
+    if card:
+        yield "captured step", job.mode == "captured", replace(job, mode="eager" if job.fused else "captured")
+    if any(layer.experts for layer in job.shape.layers):
+        grouped = job.experts == "grouped"
+        yield "experts by one sort", grouped, replace(job, experts="loop" if grouped else "grouped")

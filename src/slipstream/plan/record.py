@@ -1,0 +1,42 @@
+"""The prediction that a run carries in its records, so that its report can show it beside what was measured.
+
+Training decides for itself; the prediction is of what it decided, not of what a plan would have.
+"""
+
+from typing import Any
+
+from slipstream.data.tokens import TokenisedSet
+from slipstream.errors import InputError
+from slipstream.plan.facts import Target, facts, skeleton
+from slipstream.plan.prediction import Taken, predict
+from slipstream.plan.table import seconds_text
+from slipstream.recipe import Recipe
+from slipstream.report.numbers import bytes_text, time_text
+
+
+def run_plan(
+    recipe: Recipe,
+    target: Target,
+    sets: tuple[TokenisedSet, TokenisedSet | None],
+    taken: Taken,
+) -> dict[str, Any]:
+    """The prediction for a run on ``sets`` (training and held-out) that has decided so.
+
+    A model whose sizes can't be read is no reason not to train it: the record then says what is ``missing``.
+    """
+    try:
+        found = facts(recipe, skeleton(recipe), *sets)
+        prediction = predict(recipe, found, target, taken)
+    except InputError as error:
+        return {"missing": str(error)}
+    return {**prediction.record(), "ceilings": target.rates.source}
+
+
+def plan_line(plan: dict[str, Any]) -> str:
+    """The prediction in a sentence."""
+    if "missing" in plan:
+        return f"no prediction: {plan['missing']}"
+    return (
+        f"predicted: {bytes_text(plan['device_bytes'])} at the peak, {seconds_text(plan['step_seconds'])} a step, "
+        f"{time_text(plan['seconds'])} in all"
+    )

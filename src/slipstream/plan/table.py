@@ -1,0 +1,133 @@
+"""A plan for people: what fits and what not first, then memory, time, gains and decisions, in 80 columns."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.plan.prediction import Gain, Prediction
+from slipstream.plan.search import Remedy
+from slipstream.report.numbers import bytes_text, percent_text, time_text
+
+PARTS = {
+    "matmul": "matrix products",
+    "adapters": "adapters' products",
+    "attention": "attention",
+    "elementwise": "norms, activations, sums",
+    "loss": "loss over the vocabulary",
+    "unpack": "NF4 unpacking",
+    "optimizer": "optimizer",
+    "kernels": "least time of each kernel",
+    "exposed": "copies nothing hides",
+}
+"""Parts of the device's time, in words."""
+
+
+def show(plan: dict[str, Any], prediction: Prediction, found: list[Gain], ways: list[Remedy], console: Console) -> None:
+    """Print a plan."""
+    console.print(verdict(prediction, plan["device"]["name"]))
+    console.print(f"  {packing_line(prediction)}")
+    for line in time_lines(prediction, plan["ceilings"]["source"]):
+        console.print(f"  {line}")
+    console.print(_memory_table(prediction))
+    console.print(_time_table(prediction))
+    if found:
+        console.print(_gain_table(found, prediction))
+    for decision in prediction.decisions:
+        console.print(f"  {decision}")
+    for line in remedy_lines(prediction, ways):
+        console.print(line)
+
+
+def verdict(prediction: Prediction, device: str) -> str:
+    """Whether it fits, in a sentence."""
+    needed, room = prediction.memory.device_bytes, prediction.room
+    word = "fits" if needed <= room else "does not fit"
+    text = f"{word}: a step takes {bytes_text(needed)} of the {bytes_text(max(0.0, room))} usable on {device}"
+    host, limit = prediction.memory.host_bytes, prediction.host_room
+    if host and limit is not None:
+        text += f", and {bytes_text(host)} of {bytes_text(limit)} of host memory"
+    return text
+
+
+def packing_line(prediction: Prediction) -> str:
+    """Fill, and what padding would compute."""
+    packing = prediction.packing
+    if not packing.enabled:
+        return f"not packed: {1 - packing.fill:.1%} of the tokens computed are padding"
+    return (
+        f"packed into {packing.rows:,} rows of {packing.capacity:,} tokens, {percent_text(packing.fill)} full; "
+        f"padding would compute {packing.padded_ratio:.2f} times as many tokens"
+    )
+
+
+def time_lines(prediction: Prediction, source: str) -> Iterator[str]:
+    """The step, the floor below it, and the whole run."""
+    times = prediction.times
+    limit = "the device's work" if times.device >= times.host else "the host, which launches kernels"
+    yield (
+        f"a step takes about {seconds_text(times.total)} ({prediction.tokens_per_second:,.0f} tokens/s), "
+        f"{percent_text(times.floor / times.total)} of it matrix products at the {source} rate; it waits for {limit}"
+    )
+    yield f"{prediction.steps:,} steps take about {time_text(prediction.seconds)}, loading not counted"
+
+
+def remedy_lines(prediction: Prediction, ways: list[Remedy]) -> Iterator[str]:
+    """How to make it fit, as flags."""
+    if prediction.fits:
+        return
+    if not ways:
+        yield "no three changes of this recipe make it fit: take a smaller model, or a larger device"
+        return
+    yield "to make it fit, fastest first:"
+    for way in ways:
+        flags = " ".join(f"--set {change}" for change in way.changes)
+        took = f"{bytes_text(way.prediction.memory.device_bytes)}, {time_text(way.prediction.seconds)} in all"
+        yield f"  {flags}   ({took})"
+
+
+def seconds_text(seconds: float) -> str:
+    """E.g. ``52.6 ms``, ``1.5 s``."""
+    return f"{seconds * 1e3:.3g} ms" if abs(seconds) < 0.9995 else time_text(seconds)
+
+
+def _memory_table(prediction: Prediction) -> Table:
+    table = _table("memory at the peak of a step", "part", "size", "")
+    for part in prediction.memory.device:
+        table.add_row(part.name, bytes_text(part.bytes), part.what)
+    table.add_row("together", bytes_text(prediction.memory.device_bytes), "")
+    for part in prediction.memory.host:
+        table.add_row(f"host: {part.name}", bytes_text(part.bytes), part.what)
+    return table
+
+
+def _time_table(prediction: Prediction) -> Table:
+    table = _table("time of a step", "part", "time", "share")
+    times = prediction.times
+    for name, words in PARTS.items():
+        seconds = getattr(times, name)
+        if seconds:
+            table.add_row(words, seconds_text(seconds), f"{seconds / times.device:.0%}")
+    table.add_row("device together", seconds_text(times.device), "")
+    if times.host:
+        table.add_row("host meanwhile", seconds_text(times.host), "")
+    return table
+
+
+def _gain_table(found: list[Gain], prediction: Prediction) -> Table:
+    table = _table("what each optimisation saves a step", "optimisation", "state", "time", "memory")
+    for gain in found:
+        share = gain.seconds / prediction.times.total
+        time = f"{seconds_text(gain.seconds)} ({share:+.0%})" if gain.seconds else ""
+        memory = f"{'-' if gain.bytes < 0 else ''}{bytes_text(abs(gain.bytes))}" if gain.bytes else ""
+        table.add_row(gain.name, "on" if gain.on else "off", time, memory)
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if column in ("size", "time", "share", "memory") and index else "left")
+    return table

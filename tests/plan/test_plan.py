@@ -1,0 +1,251 @@
+"""Plans on described devices: what is on and why, what fits, and what would make it fit. No weights exist anywhere."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from rich.console import Console
+from transformers import AutoConfig
+
+from cost.configs import GPT_OSS_20B, QWEN3_06B, QWEN3_14B
+from slipstream.cost.ceilings import Ceilings
+from slipstream.cost.hardware import Device
+from slipstream.errors import InputError
+from slipstream.plan import command, facts
+from slipstream.recipe import Recipe, load_recipe
+from tiny import tiny_tokenizer
+from tiny_gguf import LAYERS, write_gguf
+
+GIB = 2**30
+
+
+def model_folder(folder: Path, config: dict[str, Any]) -> Path:
+    """A configuration and a tokenizer: all that a plan reads of a model."""
+    values = {name: value for name, value in config.items() if name != "model_type"}
+    AutoConfig.for_model(config["model_type"], **values).save_pretrained(folder)
+    tiny_tokenizer(eos="</s>").save_pretrained(folder)
+    return folder
+
+
+def recipe_of(
+    tmp_path: Path, config: dict[str, Any] | Path = QWEN3_06B, *overrides: str, documents: int = 64
+) -> Recipe:
+    model = config if isinstance(config, Path) else model_folder(tmp_path / "model", config)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": "x" * (99 + 100 * (i % 4))}) + "\n" for i in range(64)))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model: {model}\noutput: {tmp_path / 'out'}\ndata: {{train: {rows}}}\n")
+    return load_recipe(str(path), ["packing.tokens=1024", *overrides])
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+
+
+def plan(recipe: Recipe, device: str | None = "h200") -> tuple[dict[str, Any], bool, str]:
+    said = io.StringIO()
+    document, fits = command.plan(recipe, device=device, console=Console(file=said, width=200, markup=False))
+    return json.loads(json.dumps(document, allow_nan=False)), fits, said.getvalue()
+
+
+def decisions(document: dict[str, Any]) -> dict[str, tuple[bool, str]]:
+    return {item["name"]: (item["on"], item["reason"]) for item in document["decisions"]}
+
+
+def test_a_plan_that_fits(tmp_path: Path) -> None:
+    document, fits, said = plan(recipe_of(tmp_path))
+    assert fits
+    assert document["fits"]
+    assert document["parameters"] == {"total": 596_049_920, "trained": 10_092_544}
+    assert document["packing"]["fill"] == 1000 / 1024  # 100 + 200 + 300 + 400 tokens a row
+    assert document["packing"]["padded_ratio"] > 1.2
+    assert document["steps"] == document["packing"]["rows"] == 16
+    assert document["remedies"] == []
+    assert document["device_bytes"] == pytest.approx(sum(p["bytes"] for p in document["memory"]["device"]), abs=20)
+    assert document["seconds"] == pytest.approx(16 * document["step_seconds"])
+    assert document["tokens_per_second"] == pytest.approx(1000 / document["step_seconds"], rel=0.03)
+    assert "fits: a step takes" in said
+    assert "of the 130.9 GiB usable on NVIDIA H200" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_gains_are_differences_of_predictions(tmp_path: Path) -> None:
+    document, _, _ = plan(recipe_of(tmp_path))
+    gains = {gain["name"]: gain for gain in document["gains"]}
+    ratio = document["packing"]["padded_ratio"]
+    assert gains["packing"]["seconds"] == pytest.approx((ratio - 1) * document["step_seconds"])
+    assert gains["boundaries built once"]["seconds"] == pytest.approx(27 * 0.2e-3)
+    assert gains["chunked loss"]["on"]
+    assert gains["recompute"]["on"] is False
+    assert gains["recompute"]["bytes"] > 0 >= gains["recompute"]["seconds"]
+    assert gains["captured step"]["seconds"] > 0
+
+
+def test_what_does_not_fit_and_what_makes_it_fit(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, QWEN3_06B, "packing.tokens=16384", "memory.activations=keep")
+    document, fits, said = plan(recipe, "rtx-4090-laptop")
+    assert not fits
+    assert document["device_bytes"] > document["room_bytes"]
+    assert "does not fit: a step takes" in said
+    one_change = document["remedies"]
+    assert one_change
+    assert all(len(remedy["changes"]) == 1 for remedy in one_change)
+    assert {"memory.activations": "recompute"} in [remedy["changes"] for remedy in one_change]
+    for remedy in one_change:
+        assert remedy["device_bytes"] <= document["room_bytes"]
+        overrides = [f"{key}={value}" for key, value in remedy["changes"].items()]
+        again = recipe_of(tmp_path, tmp_path / "model", "packing.tokens=16384", "memory.activations=keep", *overrides)
+        assert plan(again, "rtx-4090-laptop")[1]  # as told, it does
+        assert f"--set {overrides[0]}" in said
+
+
+def test_shorter_rows_never_cut_a_document_silently(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, QWEN3_14B, "packing.tokens=512")
+    document, fits, said = plan(recipe, "rtx-3060-laptop")
+    assert not fits
+    changed = {key: value for remedy in document["remedies"] for key, value in remedy["changes"].items()}
+    assert changed.get("packing.tokens", 400) >= 400
+    if not document["remedies"]:
+        assert "take a smaller model, or a larger device" in said
+
+
+CLASSES = {
+    "rtx-4060-laptop": ("bfloat16", "varlen", True),
+    "rtx-2070-laptop": ("float32", "sdpa", False),
+    "h200": ("bfloat16", "varlen", True),
+    "t4": ("float32", "sdpa", False),
+    "dgx-spark": ("bfloat16", "varlen", True),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_device_classes(name: str, tmp_path: Path) -> None:
+    compute, attention, bf16 = CLASSES[name]
+    document, _, _ = plan(recipe_of(tmp_path), name)
+    made = decisions(document)
+    assert document["choices"]["compute"] == document["choices"]["weights"] == compute
+    assert made["attention"][1].startswith(f"{attention}: ")
+    assert made["bf16"][0] is bf16
+    assert bf16 or "float32 is used" in made["bf16"][1]
+    assert any(part["name"] == "attention mask" for part in document["memory"]["device"]) == (attention == "sdpa")
+    assert ("offload" in {gain["name"] for gain in document["gains"]}) == (name != "dgx-spark")
+
+
+def test_one_memory_is_no_place_to_move_to(tmp_path: Path) -> None:
+    document, _, _ = plan(recipe_of(tmp_path, QWEN3_06B, "packing.tokens=65536"), "dgx-spark")
+    made = decisions(document)
+    assert made["recompute"][0]
+    assert (made["offload"][0], "one memory with the host" in made["offload"][1]) == (False, True)
+
+
+CPU = Device("cpu", "a processor", 16 * GIB, None, bf16=False, unified_memory=True)
+CPU_RATES = Ceilings("float32", 2e11, 2e10, None, None, None, 5e-6, 0.0, "measured")
+
+
+@pytest.fixture
+def cpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(facts, "ceilings", lambda device, driver: CPU_RATES)
+    monkeypatch.setattr(facts, "describe", lambda device: CPU)
+    monkeypatch.setattr(facts, "free_bytes", lambda device: 8 * GIB)
+
+
+@pytest.mark.usefixtures("cpu_machine")
+def test_a_machine_without_a_card(tmp_path: Path) -> None:
+    document, fits, said = plan(recipe_of(tmp_path), None)
+    assert fits
+    assert document["free_bytes"] == 8 * GIB
+    assert document["choices"]["compute"] == "float32"
+    assert document["step_seconds"] > document["floor_seconds"] > 1
+    assert not {"captured step", "offload"}.intersection(gain["name"] for gain in document["gains"])
+    assert "host meanwhile" not in said
+
+
+@pytest.mark.usefixtures("cpu_machine")
+def test_a_device_that_doctor_described_elsewhere(tmp_path: Path) -> None:
+    told = {
+        "devices": [
+            {
+                "kind": "cuda",
+                "name": "another card",
+                "memory_bytes": 24 * GIB,
+                "compute_capability": [8, 9],
+                "bf16": True,
+                "unified_memory": False,
+                "a later version's fact": 1,
+            }
+        ],
+        "ceilings": {**vars(CPU_RATES), "dtype": "bfloat16", "matmul": 1e14, "copy": 9e11, "to_device": 2e10},
+        "host_memory": {"usable_bytes": 32 * GIB},
+    }
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(told))
+    document, fits, said = plan(recipe_of(tmp_path), str(path))
+    assert fits
+    assert "another card" in said
+    assert document["ceilings"]["matmul"] == 1e14
+    path.write_text("{}")
+    with pytest.raises(InputError, match=r"no device with ceilings in it.*doctor --json"):
+        plan(recipe_of(tmp_path, tmp_path / "model"), str(path))
+
+
+def test_experts(tmp_path: Path) -> None:
+    document, fits, _ = plan(recipe_of(tmp_path, {**GPT_OSS_20B, "num_hidden_layers": 4, "layer_types": None}))
+    gains = {gain["name"]: gain for gain in document["gains"]}
+    assert fits
+    assert gains["experts by one sort"]["seconds"] > 0
+    assert decisions(document)["attention"][1].startswith("varlen")  # sinks are no obstacle
+
+
+def test_evaluations_and_accumulation_take_time(tmp_path: Path) -> None:
+    plain, _, _ = plan(recipe_of(tmp_path))
+    rows = tmp_path / "rows.jsonl"
+    more = [f"data.eval={rows}", "train.eval_every=2", "train.accumulate=4"]
+    judged, _, _ = plan(recipe_of(tmp_path, tmp_path / "model", *more))
+    assert judged["steps"] == 4
+    assert judged["times"]["matmul"] == pytest.approx(4 * plain["times"]["matmul"])
+    forward = judged["step_seconds"] / 4 / 3  # of a batch's forward and its backward, which takes twice as long
+    assert judged["seconds"] == pytest.approx(4 * judged["step_seconds"] + 3 * 16 * forward)
+
+
+def test_unpacked_documents_take_the_widest_batch(tmp_path: Path) -> None:
+    off = ("packing.enabled=false", "packing.rows=4")
+    document, _, said = plan(recipe_of(tmp_path, QWEN3_06B, *off))
+    assert document["choices"]["tokens"] == 4 * 400
+    assert "not packed: " in said
+    assert decisions(document)["packing"][0] is False
+    assert "packing" not in {gain["name"] for gain in document["gains"]}
+
+
+def test_recurrent_layers_can_not_be_packed(tmp_path: Path) -> None:
+    config = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 320}
+    with pytest.raises(InputError):
+        plan(recipe_of(tmp_path, config))
+
+
+def test_a_gguf_header_is_enough(tmp_path: Path) -> None:
+    document, fits, _ = plan(recipe_of(tmp_path, write_gguf(tmp_path / "tiny.gguf"), "packing.tokens=1024"))
+    assert fits
+    assert document["parameters"]["trained"] > 0
+    converted = list((tmp_path / "caches" / "slipstream" / "models").iterdir())
+    assert sorted(entry.name for folder in converted for entry in folder.iterdir()) == ["config", "tokenizer"]
+    assert LAYERS == 2
+
+
+def test_a_folder_without_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(InputError, match=r"has no config.json"):
+        plan(recipe_of(tmp_path, tmp_path / "model"))
+
+
+def test_trained_weights(tmp_path: Path) -> None:
+    document, _, _ = plan(recipe_of(tmp_path, QWEN3_06B, "adapter.kind=none"))
+    assert document["parameters"]["trained"] == document["parameters"]["total"]
+    assert "adapters" not in {part["name"] for part in document["memory"]["device"]}
+    saved, _, _ = plan(recipe_of(tmp_path, tmp_path / "model", "adapter.modules_to_save=[norm]"))
+    assert saved["parameters"]["trained"] == 10_092_544 + 1024
