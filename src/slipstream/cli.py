@@ -276,6 +276,31 @@ def bench_offload(
         print(json.dumps(last_line))
 
 
+@bench_app.command("step")
+def bench_step(
+    as_json: JsonOption = False,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Append the modes' times to this CSV file.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")] = None,
+    shape: Annotated[str | None, typer.Option("--shape", help="Shapes of models, separated by commas.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", help="Tokens of the row.")] = None,
+    activations: Annotated[str, typer.Option("--activations", help="keep, recompute, offload or auto.")] = "keep",
+    mode: Annotated[str | None, typer.Option("--mode", help="eager, compiled, captured; separated by commas.")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", min=2, help="Timed rounds of all modes.")] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="Fewer layers than the shapes have.")] = None,
+) -> None:
+    """Whole steps, eager, compiled and captured, beside the time that their matrix products take at best."""
+    with _output(as_json) as emit:
+        from slipstream.bench import step_command
+
+        asked = step_command.options(
+            shape=shape, tokens=tokens, activations=activations, mode=mode, rounds=rounds, layers=layers
+        )
+        result, last_line = step_command.run(asked, _console(stderr=as_json), out=out, csv=csv)
+        emit(result)
+    if not as_json:
+        print(json.dumps(last_line))
+
+
 @bench_app.command("experts")
 def bench_experts(
     as_json: JsonOption = False,
