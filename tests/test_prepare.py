@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -67,11 +69,22 @@ def test_one_row_is_singular(tmp_path: Path) -> None:
 
 def test_tokenising_shows_how_far_it_is_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
-    monkeypatch.setattr("rich.status.Status.update", lambda self, text: shown.append(text))
+    update = "rich.progress.Progress.update"
+    monkeypatch.setattr(update, lambda *_, **told: shown.append((told["completed"], told["total"], told["rows"])))
     recipe = recipe_of(tmp_path, [3] * 600, "packing.tokens=8")
     prepared(recipe, terminal=True)
-    source = tmp_path / "rows.jsonl"
-    assert shown == [f"reading {source}: 512 rows", f"reading {source}: 600 rows"]
+    assert shown == [(512, None, "512 rows"), (600, None, "600 rows")]
+    shown.clear()
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    prepared(recipe_of(tmp_path, [3], f"data.train={tmp_path / 'rows.parquet'}", "packing.tokens=8"), terminal=True)
+    assert shown == [(512, 600, "512 of 600 rows"), (600, 600, "600 of 600 rows")]
+
+
+def test_tokenising_tells_how_far_it_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.prepare.LINE_EVERY_SECONDS", -1.0)
+    _, said = prepared(recipe_of(tmp_path, [3] * 600, "packing.tokens=8"))
+    assert f"reading {tmp_path / 'rows.jsonl'}: 512 rows\n" in said
 
 
 def test_a_folder_names_the_files_that_were_read(tmp_path: Path) -> None:

@@ -263,6 +263,11 @@ def test_all_problems_are_told_at_once(write: Write) -> None:
     ("overrides", "told"),
     [
         (["data.max_length=65", "packing.tokens=64"], "data.max_length: 65 > packing.tokens 64"),
+        (
+            ["train.sharding=fsdp2", "train.optimizer=adamw8bit"],
+            "train.sharding: fsdp2 can't divide what train.optimizer: adamw8bit packs; set train.sharding: none, or "
+            "train.optimizer: adamw",
+        ),
         (["packing.enabled=false", "packing.window=9"], "packing.window: 9 has no effect with packing.enabled: false"),
         (["adapter.kind=none", "adapter.rank=8"], "adapter.rank: 8 has no effect with adapter.kind: none"),
         (["adapter.kind=none", "adapter.targets=[q_proj]"], "adapter.targets: [q_proj] has no effect"),

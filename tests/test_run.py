@@ -13,13 +13,29 @@ from slipstream.run import planned_steps, train
 DEMO = Path(__file__).parent.parent / "recipes" / "demo.yaml"
 
 
-def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """axolotl#494, TorchSpec#126: ranks with different numbers of batches would wait for each other for ever."""
+def test_processes_without_a_launcher_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(DEMO, [f"output={tmp_path / 'run'}"])
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="started as 2 processes > 1; slipstream train runs on one device for now"):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(InputError, match=r"RANK is None in the environment.*start them with torchrun or accelerate"):
         train(recipe, resume=False, console=Console(file=io.StringIO()))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("name", "engine"), [("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSp")])
+def test_engines_of_the_launcher_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, engine: str
+) -> None:
+    recipe = load_recipe(DEMO, [f"output={tmp_path / 'run'}"])
+    for key, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", name: "true"}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(InputError, match=f"accelerate's configuration asks for {engine}.*train.sharding: fsdp2"):
+        train(recipe, resume=False, console=Console(file=io.StringIO()))
+
+
+def test_planned_steps_of_several_processes_are_each_ones() -> None:
+    recipe = load_recipe(DEMO, ["train.steps=null", "train.accumulate=2"])
+    assert [planned_steps(recipe, 13, processes) for processes in (1, 2, 3)] == [7, 4, 3]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from slipstream.errors import InputError
+from slipstream.errors import InputError, ToldElsewhereError
 from slipstream.versions import SLIPSTREAM
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ EXIT_BROKEN_PIPE = 1
 EXIT_INPUT = 2
 EXIT_DOES_NOT_FIT = 3
 EXIT_INTERRUPTED = 130
+LET_SPEAK_SECONDS = 2.0
+"""A launcher ends all processes as soon as one ends: the one that tells what is wrong needs a moment."""
 
 app = typer.Typer(
     help="Fine-tune Hugging Face causal language models faster, without changing what is learned.",
@@ -55,6 +58,9 @@ def main() -> None:
             app(prog_name="slipstream")
         finally:
             sys.stdout.flush()  # here, where a reader that has gone is told apart from a fault
+    except ToldElsewhereError:
+        time.sleep(LET_SPEAK_SECONDS)
+        sys.exit(EXIT_INPUT)
     except InputError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         sys.exit(EXIT_INPUT)
@@ -95,7 +101,8 @@ def train(
         from slipstream import run
 
         summary = run.train(checked, resume=resume, console=_console(stderr=as_json))
-        emit(summary.to_dict())
+        if _speaks():
+            emit(summary.to_dict())
     if summary.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -333,6 +340,11 @@ def _console(*, stderr: bool) -> "Console":
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
+def _speaks() -> bool:
+    """Whether this process is the one of several that prints, as the launcher numbers them."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def _output(as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Give the command an ``emit`` for its result, which ends on standard output as JSON if that was asked for.
@@ -342,7 +354,7 @@ def _output(as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     results: list[dict[str, Any]] = []
     with _stdout_on_stderr() if as_json else nullcontext():
         yield results.append
-    if as_json:
+    if as_json and _speaks():
         (result,) = results
         print(json.dumps(_finite(result), allow_nan=False, indent=2), flush=True)
 

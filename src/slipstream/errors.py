@@ -7,3 +7,7 @@ traceback. It is a ``ValueError``, so library users need not know it.
 
 class InputError(ValueError):
     """A value the user gave cannot be used. The message names the value, the limit and the remedy."""
+
+
+class ToldElsewhereError(InputError):
+    """The user's input is wrong, and another process of the run tells; this one only ends, with exit code 2."""

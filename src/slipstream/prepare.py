@@ -5,8 +5,9 @@
 """
 
 import math
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,10 +18,12 @@ import numpy.typing as npt
 import torch
 import transformers
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 from slipstream.data.account import counted
-from slipstream.data.packing import PackingReport, pack, pack_dataset
-from slipstream.data.tokens import TokenisedSet, tokenise
+from slipstream.data.packing import PackingReport, pack_dataset, packed
+from slipstream.data.tokens import Progress, TokenisedSet, tokenise
 from slipstream.errors import InputError
 from slipstream.model.load import load_model, load_tokenizer
 from slipstream.model.lora import add_adapter
@@ -28,6 +31,8 @@ from slipstream.model.new_tokens import fit_vocabulary, new_token_ids
 from slipstream.recipe import Recipe
 from slipstream.report.numbers import percent_text
 from slipstream.transform import packing_decision
+
+LINE_EVERY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ def tokenised_set(recipe: Recipe, source: str, tokenizer: Any, console: Console)
     return tokenised
 
 
-def _tokenised(recipe: Recipe, source: str, tokenizer: Any, progress: Callable[[int], None]) -> TokenisedSet:
+def _tokenised(recipe: Recipe, source: str, tokenizer: Any, progress: Progress) -> TokenisedSet:
     max_length = recipe.data.max_length or recipe.packing.tokens
     return tokenise(source, recipe.data, tokenizer, max_length=max_length, progress=progress)
 
@@ -79,13 +84,35 @@ def _files_line(files: tuple[str, ...]) -> str:
 
 
 @contextmanager
-def _status(source: str, console: Console) -> Iterator[Callable[[int], None]]:
-    """A status line on a terminal, and what sets the number of rows in it."""
+def _status(source: str, console: Console) -> Iterator[Progress]:
+    """A progress bar on a terminal, a line now and then elsewhere; and what tells it how many rows are read."""
     if not console.is_terminal:
-        yield lambda rows: None
+        yield _lines(source, console)
         return
-    with console.status(f"reading {source}") as status:
-        yield lambda rows: status.update(f"reading {source}: {counted(rows, 'row')}")
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rows]}"), TimeRemainingColumn())
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(f"reading {source}", total=None, rows="")
+
+        def tell(rows: int, total: int | None) -> None:
+            bar.update(task, completed=rows, total=total, rows=_of(rows, total))
+
+        yield tell
+
+
+def _lines(source: str, console: Console) -> Progress:
+    """Tells how far reading is, at most every ten seconds."""
+    last = [time.monotonic()]
+
+    def tell(rows: int, total: int | None) -> None:
+        if time.monotonic() - last[0] > LINE_EVERY_SECONDS:
+            last[0] = time.monotonic()
+            console.print(f"reading {source}: {_of(rows, total)}")
+
+    return tell
+
+
+def _of(rows: int, total: int | None) -> str:
+    return counted(rows, "row") if total is None else f"{rows:,} of {counted(total, 'row')}"
 
 
 def _packed(
@@ -95,9 +122,9 @@ def _packed(
     options, seed = recipe.packing, recipe.train.seed
     if not options.enabled:
         return tokenised.documents, PackingReport.unpacked(lengths, options.rows, options.tokens)
-    packed = pack(lengths, options.tokens, seed=seed, window=options.window)
     rows = pack_dataset(tokenised.documents, options.tokens, seed=seed, window=options.window)
-    return rows, PackingReport.of(lengths, packed, options.tokens)
+    same = packed(lengths, options.tokens, seed=seed, window=options.window)
+    return rows, PackingReport.of(lengths, same, options.tokens)
 
 
 def _packing_line(report: PackingReport, batch: int) -> str:
@@ -141,11 +168,11 @@ def trained_in_place(recipe: Recipe) -> bool:
     return recipe.adapter.kind == "none" and recipe.train.optimizer != "adamw"  # which keeps masters of its own
 
 
-def planned_steps(recipe: Recipe, rows: int) -> int:
+def planned_steps(recipe: Recipe, rows: int, processes: int = 1) -> int:
     """Optimizer steps of a run over ``rows`` packed rows (documents, where packing is off), as the trainer counts."""
     if recipe.train.steps is not None:
         return recipe.train.steps
-    updates = math.ceil(math.ceil(rows / recipe.packing.rows) / recipe.train.accumulate)
+    updates = math.ceil(math.ceil(rows / (recipe.packing.rows * processes)) / recipe.train.accumulate)
     return math.ceil(recipe.train.epochs * updates)
 
 
@@ -162,5 +189,7 @@ def quiet_libraries() -> None:
     transformers.utils.logging.set_verbosity_error()
     # peft asks for a property that newer transformers have renamed; nothing a user could do about it
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-    # and it looks for the configuration of a GGUF base beside the file; the vocabulary is known not to have changed
+    # accelerate passes on an argument of DistributedDataParallel that the newest torch has renamed
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+    # and peft looks for the configuration of a GGUF base beside the file; the vocabulary is known not to have changed
     warnings.filterwarnings("ignore", message=r"Could not find a config file in .*", category=UserWarning)

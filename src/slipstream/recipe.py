@@ -69,6 +69,7 @@ class Recipe:
             *_length_conflicts(self),
             *_schedule_conflicts(self),
             *_memory_conflicts(self.memory),
+            *_sharding_conflicts(self),
         ]
         if problems:
             raise InputError("; ".join(problems))
@@ -280,6 +281,18 @@ def _schedule_conflicts(recipe: Recipe) -> Iterator[str]:
         )
     if train.eval_every is not None and recipe.data.eval is None:
         yield f"train.eval_every: {train.eval_every} needs held-out rows; give data.eval or remove it"
+
+
+def _sharding_conflicts(recipe: Recipe) -> Iterator[str]:
+    """What can't be divided over processes."""
+    if recipe.train.sharding == "none":
+        return
+    for key, value in (("load.quantize", recipe.load.quantize), ("train.optimizer", recipe.train.optimizer)):
+        if value in ("nf4", "adamw8bit"):
+            yield (
+                f"train.sharding: {recipe.train.sharding} can't divide what {key}: {value} packs; set train.sharding: "
+                f"none, or {key}: {'none' if value == 'nf4' else 'adamw'}"
+            )
 
 
 def _memory_conflicts(memory: MemoryOptions) -> Iterator[str]:

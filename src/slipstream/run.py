@@ -8,22 +8,19 @@
 6. results   ``save``                adapter or model, run.json, report.html
 """
 
-import hashlib
 import math
-import os
-import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
-from transformers import PrinterCallback
+from transformers import PrinterCallback, set_seed
 
 from slipstream.cost.hardware import compute_dtype, describe
 from slipstream.data.learn import use_template
@@ -33,31 +30,31 @@ from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator, PaddedCollator
 from slipstream.errors import InputError
 from slipstream.model.load import check_context, load_tokenizer
-from slipstream.model.lora import trainable_summary
 from slipstream.model.quantize import check_quantize, quantize_decisions
-from slipstream.plan.facts import this_machine
+from slipstream.plan.facts import Target, this_machine
 from slipstream.plan.prediction import Taken
 from slipstream.plan.record import plan_line, run_plan
 from slipstream.prepare import Rows, build_model, data_record, planned_steps, prepare_rows, quiet_libraries
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
+from slipstream.resume import checkpoint_to_resume, claimed
+from slipstream.run_json import describe_run, now
 from slipstream.train.arguments import KeepBest, check_optimizer, check_schedule, check_trackers, training_arguments
-from slipstream.train.checkpoint import checkpoint_step, last_checkpoint
+from slipstream.train.checkpoint import checkpoint_step
 from slipstream.train.divergence import StopOnDivergence
 from slipstream.train.interrupt import StopRequest
 from slipstream.train.optimizers import choose_optimizer
 from slipstream.train.progress import ProgressBar, clock
+from slipstream.train.ranks import Ranks
 from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
 from slipstream.train.run_folder import discard, full_disk_told, publish, staging_for
+from slipstream.train.sharding import is_divided, whole_weights
 from slipstream.train.timeline import FILE as TIMELINE
 from slipstream.train.timeline import StepTimeline
 from slipstream.train.trackers import tracker_callbacks
 from slipstream.train.trainer import Trainer
 from slipstream.transform import Options, applied, apply, decisions, restore, tell_later_decisions
-from slipstream.versions import SLIPSTREAM, library_versions
-
-FREE_TO_CHANGE = {"output", "train.steps", "train.epochs", "train.eval_every", "train.save_every", "train.keep"}
-"""Recipe keys that may differ when a run is resumed. A changed length changes the learning rates from there on."""
+from slipstream.versions import SLIPSTREAM
 
 
 @dataclass(frozen=True)
@@ -86,55 +83,78 @@ class RunSummary:
 
 
 def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
-    """Fine-tune as ``recipe`` says. Raises ``InputError`` before anything is trained where it can't be done."""
-    _refuse_several_processes()
-    check_trackers(recipe.train)
-    check_quantize(recipe.load.quantize, has_card=torch.cuda.is_available())
-    check_optimizer(recipe.train)
-    quiet_libraries()
-    with RunFolder.claimed(Path(recipe.output), resume=resume) as folder:
-        checkpoint = _checkpoint_to_resume(folder, recipe, console) if resume else None
-        with StopRequest.termination_interrupts():
-            training, autocast = _prepared(recipe, folder, console)
-        return training.run(checkpoint, autocast)
+    """Fine-tune as ``recipe`` says. Raises ``InputError`` before anything is trained where it can't be done.
+
+    Started as several processes (``torchrun``, ``accelerate launch``) they train one model together; only the first
+    prints and writes, and what is wrong on one ends all.
+    """
+    with Ranks.joined() as ranks:
+        console = console if ranks.first else Console(quiet=True)
+        with ranks.together():
+            check_trackers(recipe.train)
+            check_quantize(recipe.load.quantize, has_card=torch.cuda.is_available())
+            check_optimizer(recipe.train)
+        quiet_libraries()
+        same = "start all processes with the same recipe, --set and --resume"
+        ranks.agree("the recipe", repr((recipe, resume)), same)
+        with claimed(recipe, ranks, resume=resume) as folder:
+            checkpoint = None
+            if resume:
+                find = partial(checkpoint_to_resume, folder, recipe, console, processes=ranks.count)
+                checkpoint = ranks.shared(find)
+            with StopRequest.termination_interrupts():
+                training, autocast = _prepared(recipe, folder, console, ranks)
+            return training.run(checkpoint, autocast)
 
 
-def _prepared(recipe: Recipe, folder: RunFolder, console: Console) -> tuple["_Training", torch.dtype]:
+def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks) -> tuple["_Training", torch.dtype]:
     """Stages 2 to 4: everything that comes before the first step, and the dtype to compute in."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target = this_machine()  # its ceilings are measured, if they never were, while the device is empty
-    tokenizer = load_tokenizer(recipe.model, recipe.load)
-    train_rows = prepare_rows(recipe, recipe.data.train, tokenizer, console)
-    eval_rows = prepare_rows(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
-    use_template(tokenizer, recipe.data.chat_template)
-
-    check_schedule(recipe.train, planned_steps(recipe, len(train_rows.rows)))
+    target = ranks.in_turn(this_machine)  # its ceilings are measured, if they never were, while the device is empty
+    tokenizer = ranks.in_turn(lambda: load_tokenizer(recipe.model, recipe.load))
+    train_rows = ranks.in_turn(lambda: prepare_rows(recipe, recipe.data.train, tokenizer, console))
+    eval_rows = None
+    if held_out := recipe.data.eval:
+        eval_rows = ranks.in_turn(lambda: prepare_rows(recipe, held_out, tokenizer, console))
+    with ranks.together():
+        use_template(tokenizer, recipe.data.chat_template)
+        check_schedule(recipe.train, planned_steps(recipe, len(train_rows.rows), ranks.count))
 
     console.print(f"loading {recipe.model}")
-    model = build_model(recipe, device)
+    model = ranks.in_turn(lambda: build_model(recipe, device))
     autocast: torch.dtype = getattr(torch, compute_dtype(describe(device)))
-    tokens = recipe.packing.tokens * recipe.packing.rows
+    with ranks.together():
+        decided = _applied(recipe, model, autocast, [rows for rows in (train_rows, eval_rows) if rows is not None])
+    for decision in decided:
+        console.print(f"  {decision}")
+    record = describe_run(recipe, model, device, train_rows, eval_rows, decided)
+    record |= {"plan": _planned(recipe, model, target, (train_rows, eval_rows)), "processes": ranks.count}
+    console.print(f"  {plan_line(record['plan'])}")
+    ranks.agree("the tokenised data", repr(record["rows"]), "give all processes the same files and data set caches")
+    return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record, ranks), autocast
+
+
+def _applied(recipe: Recipe, model: nn.Module, autocast: torch.dtype, sets: list[Rows]) -> list[Decision]:
+    """Apply to ``model`` what fits it, and give every decision about it."""
     memory = recipe.memory
     options = Options(
         activations=memory.activations,
         buffers=memory.buffers,
         host_limit=memory.host_limit,
-        tokens=tokens,
+        tokens=recipe.packing.tokens * recipe.packing.rows,
         compute_dtype=autocast,
     )
     apply(model, options)
-    longest = max(int(rows.tokenised.lengths.max()) for rows in (train_rows, eval_rows) if rows is not None)
+    longest = max(int(rows.tokenised.lengths.max()) for rows in sets)
     context = check_context(model.config, longest, "data.max_length")
-    decided = [*run_decisions(recipe, model), *quantize_decisions(model), *([] if context is None else [context])]
-    for decision in decided:
-        console.print(f"  {decision}")
-    sets = (train_rows.tokenised, None if eval_rows is None else eval_rows.tokenised)
-    hung = applied(model)
+    return [*run_decisions(recipe, model), *quantize_decisions(model), *([] if context is None else [context])]
+
+
+def _planned(recipe: Recipe, model: nn.Module, target: Target, sets: tuple[Rows, Rows | None]) -> dict[str, Any]:
+    """What the plan says of this run, as it was set up."""
+    held, hung = sets[1], applied(model)
     taken = Taken() if hung is None else Taken(hung.attention, hung.split)
-    predicted = run_plan(recipe, target, sets, taken)
-    console.print(f"  {plan_line(predicted)}")
-    record = {**describe_run(recipe, model, device, train_rows, eval_rows, decided), "plan": predicted}
-    return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record), autocast
+    return run_plan(recipe, target, (sets[0].tokenised, None if held is None else held.tokenised), taken)
 
 
 def run_decisions(recipe: Recipe, model: nn.Module) -> list[Decision]:
@@ -158,34 +178,41 @@ class _Training:
         eval_rows: Rows | None,
         console: Console,
         record: dict[str, Any],
+        ranks: Ranks,
     ) -> None:
         self.recipe, self.folder, self.model, self.tokenizer = recipe, folder, model, tokenizer
         self.train_rows, self.eval_rows, self.console, self.record = train_rows, eval_rows, console, record
-        self.step_log, self.eval_log = StepLog(folder.steps), EvalLog(folder.evals)
+        self.ranks = ranks
+        self.step_log, self.eval_log = StepLog(folder.steps if ranks.first else None), EvalLog(folder.evals)
         self.last_eval_step: int | None = None
         self.complete = False
-        self.stop, self.divergence = StopRequest(), StopOnDivergence(self.step_log)
+        self.stop, self.divergence = StopRequest(ranks), StopOnDivergence(self.step_log, ranks)
 
     def run(self, checkpoint: Path | None, autocast: torch.dtype) -> RunSummary:
         """Train to the end or to the first signal, and leave everything in the run folder."""
         tell_later_decisions(self.model, self._decided)
         trainer = self._trainer(autocast)
-        for decision in filter(None, (trainer.batch_loss.decision, trainer.batch_loss.balance_decision)):
+        loss, about = trainer.batch_loss, (trainer.ranks_decision(), trainer.sharding_decision)
+        for decision in filter(None, (loss.decision, loss.balance_decision, *about)):
             self._decided(decision)
         if checkpoint is not None:
-            self._go_on(checkpoint)
-        self.folder.write_run(self.record)
+            before = checkpoint
+            self.last_eval_step = self.ranks.shared(lambda: self._go_on(before))
+        if self.ranks.count > 1:
+            set_seed((self.recipe.train.seed + self.ranks.index) % 2**32)  # dropout of their own; a checkpoint keeps it
+        self._write_run()
         began = time.perf_counter()
         with full_disk_told(self.folder.path), self._outcome_recorded(), self.stop.listening():
             if self.eval_rows is not None and checkpoint is None:
                 self.record["eval_before"] = self._evaluate(trainer, "before training")
-                self.folder.write_run(self.record)  # a run killed outright has it when it goes on
+                self._write_run()  # a run killed outright has it when it goes on
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-            self.divergence.raise_if_found()
+            with self.ranks.together():
+                self.divergence.raise_if_found()
             seconds = time.perf_counter() - began
-            if self.stop.signal is None:
+            if not self.stop.came():
                 self._complete(trainer)
-        return self._finish(trainer, seconds)
+        return self.ranks.shared(lambda: self._finish(trainer, seconds))
 
     def _decided(self, decision: Decision) -> None:
         """Tell a decision and keep it; a later one of the same name takes the place of the one before."""
@@ -219,6 +246,7 @@ class _Training:
             eval_dataset=None if self.eval_rows is None else self.eval_rows.rows,
             processing_class=self.tokenizer,
             compute_dtype=None if autocast == torch.float32 else autocast,
+            sharding=recipe.train.sharding,
             optimizer_cls_and_kwargs=choose_optimizer(recipe.train, self.model),
             step_log=self.step_log,
             on_eval=self._record_eval,
@@ -232,7 +260,12 @@ class _Training:
         trainer.remove_callback(PrinterCallback)
         return trainer
 
-    def _go_on(self, checkpoint: Path) -> None:
+    def _write_run(self) -> None:
+        if self.ranks.first:
+            self.folder.write_run(self.record)
+
+    def _go_on(self, checkpoint: Path) -> int | None:
+        """Take up the records of the run's first part; gives the step of the last evaluation."""
         step = checkpoint_step(checkpoint)
         before = self.folder.read_run()
         for key in ("started", "eval_before"):
@@ -244,8 +277,8 @@ class _Training:
             )
         self.step_log.resume(step)
         self.eval_log.resume(step)
-        self.last_eval_step = max((record.step for record in read_records(self.folder.path).evals), default=None)
         self.console.print(f"going on from step {step:,} ({checkpoint})")
+        return max((record.step for record in read_records(self.folder.path).evals), default=None)
 
     def _evaluate(self, trainer: Trainer, when: str) -> float:
         loss = float(trainer.evaluate()["eval_loss"])
@@ -253,7 +286,8 @@ class _Training:
         return loss
 
     def _record_eval(self, record: EvalRecord) -> None:
-        self.eval_log.append(record)
+        if self.ranks.first:
+            self.eval_log.append(record)
         self.last_eval_step = record.step
         if record.step:
             self.console.print(f"held-out loss after step {record.step:,}: {record.loss:.4f}")
@@ -271,11 +305,16 @@ class _Training:
         finally:
             if self.divergence.found is not None:
                 outcome = "diverged"
-            self.record.update(outcome=outcome, finished=_now())
-            if outcome == "interrupted" and not any(self.folder.checkpoints.glob("checkpoint-*")):
-                self._forget()
-            else:
-                self.folder.write_run(self.record)
+            self.record.update(outcome=outcome, finished=now())
+            if self.ranks.first:
+                self._record_outcome()
+
+    def _record_outcome(self) -> None:
+        interrupted = self.record["outcome"] == "interrupted"
+        if interrupted and not any(self.folder.checkpoints.glob("checkpoint-*")):
+            self._forget()
+        else:
+            self.folder.write_run(self.record)
 
     def _forget(self) -> None:
         """Leave the folder empty: nothing was trained, and the same command may start again."""
@@ -313,14 +352,17 @@ class _Training:
         return summary
 
     def _save_result(self) -> None:
+        restore(self.model)
+        weights = whole_weights(self.model) if is_divided(self.model) else None
+        if not self.ranks.first:
+            return
         lora = self.recipe.adapter.kind == "lora"
         target = self.folder.adapter if lora else self.folder.model
-        restore(self.model)
         staged = staging_for(target)
         staged.mkdir(parents=True, exist_ok=True)
         if lora:
             (staged / "README.md").write_text(self._model_card(), encoding="utf-8")  # peft fills its header
-        self.model.save_pretrained(staged)
+        self.model.save_pretrained(staged, state_dict=weights)
         self.tokenizer.save_pretrained(staged)
         publish(target)
         self.console.print(f"{'adapter' if lora else 'model'} saved in {target}")
@@ -355,89 +397,3 @@ def show_data(recipe: Recipe, *, rows: int, console: Console) -> dict[str, Any]:
     held_out = prepare_rows(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
     shown = preview(prepared.rows, tokenizer, rows_shown=rows, console=console)
     return {**data_record(prepared), "eval": held_out and data_record(held_out), **shown}
-
-
-# ------------------------------------------------------------------------------------------------ run.json
-
-
-def describe_run(
-    recipe: Recipe,
-    model: nn.Module,
-    device: torch.device,
-    train_rows: Rows,
-    eval_rows: Rows | None,
-    decided: list[Decision],
-) -> dict[str, Any]:
-    """What run.json holds before the first step."""
-    summary = trainable_summary(model)
-    sets = {"train": train_rows, "eval": eval_rows}
-    return {
-        "format": 1,
-        "slipstream": SLIPSTREAM,
-        "started": _now(),
-        "finished": None,
-        "outcome": "running",
-        "recipe": recipe.to_dict(),
-        "versions": {"python": platform.python_version(), **library_versions()},
-        "device": asdict(describe(device)),
-        "decisions": [asdict(decision) for decision in decided],
-        "rows": {name: rows and rows_digest(rows) for name, rows in sets.items()},
-        "data": {name: rows and asdict(rows.tokenised.account) for name, rows in sets.items()},
-        "packing": {
-            name: rows and {**asdict(rows.report), "length_histogram": rows.histogram} for name, rows in sets.items()
-        },
-        "parameters": {"trainable": summary.trainable, "total": summary.total},
-        "eval_before": None,
-        "eval_after": None,
-        "best": None,
-    }
-
-
-def rows_digest(rows: Rows) -> str:
-    """A fingerprint of a data set: every document's length, and the tokens and labels of 64 spread over it."""
-    documents = rows.tokenised.documents
-    digest = hashlib.sha256(rows.tokenised.lengths.tobytes())
-    for index in range(0, len(documents), max(1, len(documents) // 64)):
-        document = documents[index]
-        digest.update(repr((document["input_ids"], document["labels"])).encode())
-    return digest.hexdigest()[:32]
-
-
-def _checkpoint_to_resume(folder: RunFolder, recipe: Recipe, console: Console) -> Path:
-    run = folder.read_run()
-    before, now = _flat(run["recipe"]), _flat(recipe.to_dict())
-    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    refused = [key for key in changed if key not in FREE_TO_CHANGE]
-    if refused:
-        key = refused[0]
-        raise InputError(
-            f"{key} was {before.get(key)!r} when the run in '{folder.path}' began and is {now.get(key)!r} now; "
-            f"a resumed run must learn from the same things: set it back, or start another run with another output"
-        )
-    if run.get("outcome") == "finished" and not {"train.steps", "train.epochs"}.intersection(changed):
-        raise InputError(
-            f"the run in '{folder.path}' is finished; nothing is left to do: raise train.steps or train.epochs to "
-            f"train on, or start another run with another output"
-        )
-    folder.clean()
-    return last_checkpoint(folder.checkpoints, console.print)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and key != "fields":
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def _refuse_several_processes() -> None:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        raise InputError(f"started as {world} processes > 1; slipstream train runs on one device for now: start one")
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

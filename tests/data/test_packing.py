@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.data.packing import PackingReport, document_lengths, pack, pack_dataset
+from slipstream.data import packing as packing_module
+from slipstream.data.packing import PackingReport, document_lengths, pack, pack_dataset, packed
 from slipstream.errors import InputError
 
 
@@ -63,6 +64,35 @@ def test_is_deterministic_and_shuffled_under_a_seed() -> None:
     assert sorted(other) == sorted(first), "the seed orders rows, it doesn't change them"
     longest = [max(lengths[i] for i in row) for row in first]
     assert longest != sorted(longest, reverse=True), "rows don't come longest first"
+
+
+def test_a_window_at_a_time_is_in_memory() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, 1000)
+    made: list[int] = []
+
+    class Rows(list[list[int]]):
+        def __init__(self, rows: list[list[int]]) -> None:
+            super().__init__(rows)
+            made.append(len(rows))
+
+    rows = packed(lengths, 128, window=100)
+    with pytest.MonkeyPatch.context() as patch:
+        inner = packing_module._best_fit
+        patch.setattr(packing_module, "_best_fit", lambda *arguments: Rows(inner(*arguments)))
+        first = [next(rows) for _ in range(10)]
+        assert len(made) == 1, "nothing of the next window is packed before it is asked for"
+        rest = list(rows)
+    assert len(made) == 10
+    assert first + rest == pack(lengths, 128, window=100)
+    assert max(max(row) for row in first) < 100
+    assert [min(row) for row in first] != sorted(min(row) for row in first), "shuffled within the window"
+
+
+def test_a_packed_data_set_of_windows_has_the_rows_of_pack(tmp_path: Path) -> None:
+    lengths = [1 + i % 7 for i in range(300)]
+    documents = datasets.Dataset.from_list([{"input_ids": [i % 256] * n} for i, n in enumerate(lengths)])
+    rows = pack_dataset(documents, 16, window=50, cache_dir=tmp_path)
+    assert rows["seq_lengths"][:] == [[lengths[i] for i in row] for row in pack(lengths, 16, window=50)]
 
 
 def test_window_packs_neighbours_only() -> None:

@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -204,3 +205,57 @@ def test_hub_data_sets_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) ->
 def test_parquet_numbers_that_are_no_text(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": [1.5, math.nan]}), tmp_path / "rows.parquet")
     assert [row.number for row in read_rows(str(tmp_path / "rows.parquet"))] == [1, 2]
+
+
+class Hub:
+    """A hub with one data set, whose rows come as they are asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: int, fails_after: int | None = None) -> None:
+        self.commit, self.given, self.asked = "c0ffee", 0, {}
+        info = SimpleNamespace(splits={"train": SimpleNamespace(num_examples=rows)})
+        stream = type("Stream", (), {"info": info, "__iter__": lambda _: self.rows(rows, fails_after)})
+
+        def load(name: str, **how: Any) -> Any:
+            self.asked = {"name": name, **how}
+            return stream()
+
+        monkeypatch.setattr(datasets, "load_dataset", load)
+        api = SimpleNamespace(dataset_info=lambda name: SimpleNamespace(sha=self.commit))
+        monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
+
+    def rows(self, rows: int, fails_after: int | None) -> Iterator[dict[str, Any]]:
+        for number in range(rows):
+            if number == fails_after:
+                raise ConnectionError("gone")
+            self.given += 1
+            yield {"text": f"row {number}", "nothing": None}
+
+
+def test_a_hub_data_set_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub(monkeypatch, 1000)
+    rows = read_rows("some/set", stream=True)
+    assert hub.asked == {"name": "some/set", "split": "train", "revision": "c0ffee", "streaming": True}
+    assert rows.count == 1000
+    first = next(iter(rows))
+    assert first == RawRow(1, None, {"text": "row 0"})
+    assert hub.given == 1, "no more is read than is asked for"
+    assert len(list(rows)) == 1000
+    hub.commit = "decade"
+    assert read_rows("some/set", stream=True).fingerprint != rows.fingerprint
+
+
+def test_a_stream_that_ends_is_told_with_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    Hub(monkeypatch, 10, fails_after=4)
+    with pytest.raises(InputError, match=r"the hub's stream ended after row 4 \(ConnectionError: gone\); try again"):
+        list(read_rows("some/set", stream=True))
+    Hub(monkeypatch, 0)
+    with pytest.raises(InputError, match="some/set: no rows"):
+        list(read_rows("some/set", stream=True))
+
+
+def test_parquet_says_how_many_rows_it_has(tmp_path: Path) -> None:
+    for name, rows in (("a", 3), ("b", 4)):
+        pq.write_table(pa.table({"text": ["x"] * rows}), tmp_path / f"{name}.parquet")
+    assert read_rows(str(tmp_path)).count == 7
+    (tmp_path / "c.jsonl").write_text('{"text": "x"}')
+    assert read_rows(str(tmp_path)).count is None

@@ -3,18 +3,25 @@
 import dataclasses
 import errno
 import json
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from slipstream.data import tokens as tokens_module
 from slipstream.data.account import Account
 from slipstream.data.cache import ArrowCache
+from slipstream.data.chunks import CHUNK_ROWS
 from slipstream.data.packing import pack_dataset
 from slipstream.data.rows import DataOptions
 from slipstream.data.tokens import TokenisedSet, tokenise
+from slipstream.data.workers import AHEAD, in_order
 from slipstream.errors import InputError
 from tiny import tiny_tokenizer
 
@@ -237,10 +244,10 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path, tokenizer: Any) -
 
 
 def test_progress_counts_rows(tmp_path: Path, tokenizer: Any) -> None:
-    seen: list[int] = []
+    seen: list[tuple[int, int | None]] = []
     path = write(tmp_path, texts(*[3] * 1100))
-    result = made(path, tokenizer, progress=seen.append)
-    assert seen == [512, 1024, 1100]
+    result = made(path, tokenizer, progress=lambda *told: seen.append(told))
+    assert seen == [(512, None), (1024, None), (1100, None)]
     assert len(result.documents) == 1100
 
 
@@ -317,7 +324,7 @@ def test_a_damaged_entry_is_made_anew(tmp_path: Path, counting: Any, damage: str
 def test_an_entry_that_another_process_finished_first_is_taken(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path, texts(3))
 
-    def finish_elsewhere(_: int) -> None:
+    def finish_elsewhere(*_: Any) -> None:
         made(path, tokenizer)
 
     assert len(made(path, tokenizer, progress=finish_elsewhere).documents) == 1
@@ -359,3 +366,49 @@ def test_the_learned_mask_survives_packing(tmp_path: Path, tokenizer: Any) -> No
     spoken = sorted("".join(tokenizer.decode(row) for row in learned).split("<|im_end|>"))
     assert spoken == sorted(["", *(talk[1]["content"] for talk in talks)])
     assert sum(map(len, learned)) == result.account.tokens_learned
+
+
+class Taken:
+    """A tokenizer's place in a count of rows: how many are read and not yet written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
+        self.read = self.written = self.most = 0
+        inner, chunks = in_order, tokens_module.in_chunks
+        monkeypatch.setattr(tokens_module, "in_order", partial(inner, processes=processes, alone=1))
+        monkeypatch.setattr(tokens_module, "in_chunks", lambda rows: chunks(self.counted(rows)))
+
+    def counted(self, rows: Any) -> Iterator[Any]:
+        for row in rows:
+            self.read += 1
+            self.most = max(self.most, self.read - self.written)
+            yield row
+
+    def progress(self, rows: int, _: int | None) -> None:
+        self.written = rows
+
+
+def test_processes_make_the_same_documents_with_few_rows_in_memory(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"text": "word " * (1 + i % 5)} for i in range(6000)]
+    rows[4000] = {"text": ""}  # bad, and in a chunk of another process
+    rows[5000] = {"text": "x" * 60}  # too long
+    source = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), source, row_group_size=500)
+    options = DataOptions(train="", bad_rows="skip", overlong="drop")
+    plain = tokenise(str(source), options, tokenizer, max_length=40, cache_dir=tmp_path / "plain")
+    taken = Taken(monkeypatch, processes=2)
+    again: dict[str, Any] = {"cache_dir": tmp_path / "spread", "progress": taken.progress}
+    spread = tokenise(str(source), options, tokenizer, max_length=40, **again)
+    assert taken.read == len(rows)
+    assert CHUNK_ROWS < taken.most <= (2 * AHEAD + 1) * CHUNK_ROWS < len(rows) / 2
+    assert spread.account == plain.account
+    assert plain.account.bad == ((4001, "text is empty"),)
+    assert plain.account.rows_dropped == 1
+    assert spread.documents[:] == plain.documents[:]
+
+
+def test_faults_of_all_chunks_are_named_in_order(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"text": "" if i in (100, 700, 1300) else "word"} for i in range(1500)]
+    with pytest.raises(InputError, match=r"3 bad rows; row 101: .*; row 701: .*; row 1301: "):
+        made(write(tmp_path, rows), tokenizer)

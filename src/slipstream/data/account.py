@@ -96,6 +96,11 @@ class Books:
         if len(self._bad) < _FIRST:
             self._bad.append((number, reason))
 
+    def add_books(self, other: "Books") -> None:
+        """Adds what was booked of later rows."""
+        self.add(**other._counts)
+        self._bad = [*self._bad, *other._bad][:_FIRST]
+
     def closed(self) -> Account:
         """The account as it stands; its sums close."""
         account = Account(**self._counts, bad=tuple(self._bad))

@@ -45,10 +45,14 @@ def collate(examples: Sequence[Mapping[str, Any]], tokens: int) -> PackedBatch:
     """Lay examples end to end in order and fill up to ``tokens``.
 
     An example is a document (``input_ids``, optionally ``labels``) or a packed row, which has ``seq_lengths`` too.
-    Raises ``InputError`` when the examples hold more than ``tokens`` tokens or disagree with their own lengths.
+    A row without documents (``seq_lengths`` empty) adds nothing; a batch of such rows alone is all padding. Raises
+    ``InputError`` when the examples hold more than ``tokens`` tokens or disagree with their own lengths.
     """
     if not examples:
         raise InputError("a batch of no examples: give at least one document or packed row")
+    examples = [example for example in examples if not is_nothing(example)]
+    if not examples:
+        return _padding(tokens)
     ids = [np.asarray(example["input_ids"], dtype=np.int64) for example in examples]
     lengths = tuple(length for example, row in zip(examples, ids, strict=True) for length in _lengths(example, row))
     used = sum(lengths)
@@ -67,6 +71,16 @@ def collate(examples: Sequence[Mapping[str, Any]], tokens: int) -> PackedBatch:
     labels[0, starts] = IGNORE
     position_ids[0, :used] = np.arange(used) - np.repeat(starts, lengths)
     return PackedBatch(torch.from_numpy(input_ids), torch.from_numpy(labels), torch.from_numpy(position_ids), lengths)
+
+
+def is_nothing(example: Mapping[str, Any]) -> bool:
+    """Whether the example is a row without documents, which stands in where ranks share rows unevenly."""
+    return not len(example.get("seq_lengths", (1,))) and not len(example["input_ids"])
+
+
+def _padding(tokens: int) -> PackedBatch:
+    ids = torch.zeros((1, tokens), dtype=torch.int64)
+    return PackedBatch(ids, torch.full_like(ids, IGNORE), torch.arange(tokens)[None], ())
 
 
 def _lengths(example: Mapping[str, Any], row: np.ndarray) -> tuple[int, ...]:

@@ -2,8 +2,9 @@
 
 Best-fit decreasing places the longest document first, each into the fullest row that still has room. Over a whole set
 it comes within a fraction of a percent of the least possible number of rows, where greedy packing in data order leaves
-5-15% of every row empty. The price: documents lose their order (rows are shuffled under a seed anyway), and lengths
-must be known beforehand, so a stream is packed in windows.
+5-15% of every row empty. The price: documents lose their order (rows are shuffled under a seed anyway), and a list of
+all rows is in memory, some 40 bytes a document. With a ``window`` of so many consecutive documents each is packed and
+shuffled by itself, and only one window's rows are in memory (and 8 bytes a document for its length).
 
 Done one document at a time this is a search a document. Here documents of equal length and rows of equal remaining
 room are interchangeable, so one pair (length, room) is moved as one NumPy operation:
@@ -13,12 +14,12 @@ room are interchangeable, so one pair (length, room) is moved as one NumPy opera
     one document is left, and the next room is 8:                       R3 <- e
     rooms are now 1: [R1, R2], 5: [R3]
 
-Steps: 1. `_checked` lengths; 2. `_Rooms` moves groups, longest first; 3. `_rows_of` collects the rows; 4. `pack`
+Steps: 1. `_checked` lengths; 2. `_Rooms` moves groups, longest first; 3. `_rows_of` collects the rows; 4. `packed`
 shuffles them; 5. `pack_dataset` writes them, a bounded number at a time.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +36,7 @@ from slipstream.errors import InputError
 
 Ints = npt.NDArray[np.int64]
 
-_FORMAT = 1
+_FORMAT = 2
 """Raised whenever packed rows come out differently for the same input; it is part of the cache key."""
 _DOCUMENTS_AT_ONCE = 4096
 _MASKS = ("completion_mask", "assistant_masks")
@@ -52,7 +53,8 @@ class PackingOptions:
     rows: Annotated[int, Gt(0)] = 1
     """Packed rows in one batch; they lie end to end, so a batch has ``tokens * rows`` tokens."""
     window: Annotated[int, Gt(0)] | None = None
-    """Pack only among this many consecutive documents; none packs the whole set."""
+    """Pack only among this many consecutive documents, which bounds memory for sets of many millions; none packs the
+    whole set, and fills rows best."""
 
 
 @dataclass(frozen=True)
@@ -83,23 +85,24 @@ class PackingReport:
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int] | npt.NDArray[Any], rows: Sequence[Sequence[int]], capacity: int
+        cls, lengths: Sequence[int] | npt.NDArray[Any], rows: Iterable[Sequence[int]], capacity: int
     ) -> "PackingReport":
         """The report on ``rows`` (indices into ``lengths``) of at most ``capacity`` tokens each."""
         sizes = _checked(lengths, capacity)
-        fillings = np.array([int(sizes[list(row)].sum()) for row in rows], dtype=np.int64)
-        tokens, room = int(sizes.sum()), len(rows) * capacity
+        fillings = np.fromiter((int(sizes[list(row)].sum()) for row in rows), dtype=np.int64)
+        count = len(fillings)
+        tokens, room = int(sizes.sum()), count * capacity
         assert int(fillings.sum()) == tokens, "every document lies in exactly one row"
-        fullest = int(fillings.sum() - fillings.min()) if len(rows) > 1 else 0
+        fullest = int(fillings.sum() - fillings.min()) if count > 1 else 0
         return cls(
             documents=len(sizes),
             tokens=tokens,
-            rows=len(rows),
+            rows=count,
             capacity=capacity,
-            fill=tokens / room if rows else 1.0,
-            fill_without_last=fullest / (room - capacity) if len(rows) > 1 else 1.0,
+            fill=tokens / room if count else 1.0,
+            fill_without_last=fullest / (room - capacity) if count > 1 else 1.0,
             padding_tokens=room - tokens,
-            padded_tokens=_padded_tokens(sizes, max(1, round(len(sizes) / max(1, len(rows))))),
+            padded_tokens=_padded_tokens(sizes, max(1, round(len(sizes) / max(1, count)))),
         )
 
     @classmethod
@@ -126,15 +129,24 @@ def pack(
 ) -> list[list[int]]:
     """Rows of indices into ``lengths``, each of at most ``capacity`` tokens, by best-fit decreasing.
 
-    Rows come shuffled, the same way for the same ``seed``; within a row, indices ascend. ``window`` packs each so many
-    consecutive documents by themselves. Raises `InputError` for a length below 1 or above ``capacity``.
+    Rows come shuffled, the same way for the same ``seed``; within a row, indices ascend. ``window`` packs and shuffles
+    each so many consecutive documents by themselves. Raises `InputError` for a length below 1 or above ``capacity``.
     """
+    return list(packed(lengths, capacity, seed=seed, window=window))
+
+
+def packed(
+    lengths: Sequence[int] | npt.NDArray[Any], capacity: int, *, seed: int = 0, window: int | None = None
+) -> Iterator[list[int]]:
+    """The rows of `pack`, one after another; with a ``window`` no more than one window's are in memory."""
     if window is not None and window < 1:
         raise InputError(f"packing.window is {window}; it must be at least 1, or null to pack the whole set")
     sizes = _checked(lengths, capacity)
+    random = np.random.default_rng(seed)
     step = window or max(1, len(sizes))
-    rows = [row for at in range(0, len(sizes), step) for row in _best_fit(sizes[at : at + step], capacity, at)]
-    return [rows[i] for i in np.random.default_rng(seed).permutation(len(rows)).tolist()]
+    for at in range(0, len(sizes), step):
+        rows = _best_fit(sizes[at : at + step], capacity, at)
+        yield from (rows[i] for i in random.permutation(len(rows)).tolist())
 
 
 def pack_dataset(
@@ -158,8 +170,8 @@ def pack_dataset(
     cache = ArrowCache.at(cache_dir)
     found = cache.find(key)
     if found is None:
-        rows = pack(document_lengths(dataset), tokens, seed=seed, window=window)
-        found = cache.write(key, _packed_batches(dataset.select_columns(columns), rows), {"rows": len(rows)})
+        rows = packed(document_lengths(dataset), tokens, seed=seed, window=window)
+        found = cache.write(key, _packed_batches(dataset.select_columns(columns), rows), {})
     return found.dataset
 
 
@@ -289,16 +301,16 @@ def _padded_tokens(sizes: Ints, batch: int) -> int:
     return int((np.maximum.reduceat(sizes, starts) * counts).sum())
 
 
-def _packed_batches(dataset: datasets.Dataset, rows: list[list[int]]) -> Iterator[pa.RecordBatch]:
-    """Arrow batches of packed rows, each of about `_DOCUMENTS_AT_ONCE` documents."""
-    source, group, documents = dataset.with_format("arrow"), [], 0
+def _packed_batches(dataset: datasets.Dataset, rows: Iterable[list[int]]) -> Iterator[pa.RecordBatch]:
+    """Arrow batches of packed rows, each of about `_DOCUMENTS_AT_ONCE` documents; at least one, if empty."""
+    source, group, documents, batches = dataset.with_format("arrow"), list[list[int]](), 0, 0
     for row in rows:
         group.append(row)
         documents += len(row)
         if documents >= _DOCUMENTS_AT_ONCE:
             yield _packed_batch(source, group)
-            group, documents = [], 0
-    if group or not rows:
+            group, documents, batches = [], 0, batches + 1
+    if group or not batches:
         yield _packed_batch(source, group)
 
 

@@ -12,11 +12,13 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import datasets
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 from annotated_types import Gt
@@ -49,6 +51,8 @@ class DataOptions:
     """What becomes of a row that is empty, has nothing to learn, or fails to encode."""
     learn: Literal["auto", "all", "completion", "assistant"] = "auto"
     """Which tokens are learned; ``auto``: assistant turns of conversations, completions of pairs, all of text."""
+    stream: bool = False
+    """Tokenise a hub data set while it is read from the hub, without a copy of its rows on this disk."""
 
 
 class RowError(Exception):
@@ -91,15 +95,19 @@ class Rows:
     read: Callable[[], Iterator[RawRow]]
     files: tuple[str, ...] = ()
     """The files of a folder, relative to it; empty for other sources."""
+    count: int | None = None
+    """How many rows there are, where that is known without reading them."""
 
     def __iter__(self) -> Iterator[RawRow]:
         """The rows in order."""
         return self.read()
 
 
-def read_rows(source: str) -> Rows:
+def read_rows(source: str, *, stream: bool = False) -> Rows:
     """The rows of a local file, a folder of files, or a hub data set (``name`` or ``name:split``).
 
+    Files are read a bounded number of rows at a time, but for a JSON array, which is parsed whole. ``stream``: a hub
+    data set too, instead of downloading it first.
     Rows that cannot be parsed come with a ``fault``. Raises `InputError` for a missing or empty source, a kind of file
     that isn't known, or a file that cannot be read at all.
     """
@@ -109,10 +117,20 @@ def read_rows(source: str) -> Rows:
         parts = [[str(file.relative_to(path)), _digest(file)] for file in files]
         several = path.is_dir()
         names = tuple(name for name, _ in parts) if several else ()
-        return Rows(source, digest(parts), lambda: _read_files(files, path, several), names)
+        return Rows(source, digest(parts), lambda: _read_files(files, path, several), names, _count(files))
     if _looks_local(source):
         raise InputError(f"{source}: no such file or folder; set data.train (or data.eval) to one that exists")
-    return _hub_rows(source)
+    return _streamed_rows(source) if stream else _hub_rows(source)
+
+
+def _count(files: list[Path]) -> int | None:
+    """The rows of all files, where each says so without being read: Parquet."""
+    if any(file.suffix.lower() != ".parquet" for file in files):
+        return None
+    try:
+        return sum(int(pq.read_metadata(file).num_rows) for file in files)
+    except (OSError, pa.ArrowException):
+        return None  # told with the file's name when it is read
 
 
 def _files(path: Path) -> list[Path]:
@@ -255,19 +273,53 @@ def _without_none(value: Any) -> Any:
 
 def _hub_rows(source: str) -> Rows:
     name, _, split = source.partition(":")
-    try:
+    with _loading(source):
         loaded = datasets.load_dataset(name, split=split or "train")
+    if not len(loaded):
+        raise InputError(f"{source}: no rows; give a data set with at least one")
+    return Rows(source, digest("hub", loaded._fingerprint), lambda: _read_dataset(loaded), count=len(loaded))
+
+
+def _streamed_rows(source: str) -> Rows:
+    """The rows of the newest commit of a hub data set, as they come; the commit stands for their contents."""
+    name, _, split = source.partition(":")
+    split = split or "train"
+    with _loading(source):
+        commit = huggingface_hub.HfApi().dataset_info(name).sha
+        loaded = datasets.load_dataset(name, split=split, revision=commit, streaming=True)
+    splits = loaded.info.splits or {}
+    count = splits[split].num_examples if split in splits else None
+    return Rows(source, digest("stream", name, split, commit), lambda: _read_stream(source, loaded), count=count)
+
+
+@contextmanager
+def _loading(source: str) -> Iterator[None]:
+    """Makes `InputError` of what keeps a hub data set from being loaded."""
+    try:
+        yield
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise InputError(
             f"{source}: neither a local file nor a hub data set that can be loaded ({type(error).__name__}: "
             f"{_first_line(error)}); give a path, or name:split"
         ) from error
-    if not len(loaded):
+
+
+def _read_stream(source: str, loaded: datasets.IterableDataset) -> Iterator[RawRow]:
+    number = 0
+    try:
+        for row in _read_dataset(loaded):
+            number = row.number
+            yield row
+    except (OSError, datasets.exceptions.DatasetsError) as error:
+        raise InputError(
+            f"{source}: the hub's stream ended after row {number:,} ({type(error).__name__}: {_first_line(error)}); "
+            "try again, or download it first: data.stream: false"
+        ) from error
+    if not number:
         raise InputError(f"{source}: no rows; give a data set with at least one")
-    return Rows(source, digest("hub", loaded._fingerprint), lambda: _read_dataset(loaded))
 
 
-def _read_dataset(loaded: datasets.Dataset) -> Iterator[RawRow]:
+def _read_dataset(loaded: datasets.Dataset | datasets.IterableDataset) -> Iterator[RawRow]:
     for number, value in enumerate(loaded, start=1):
         yield RawRow(number, None, _without_none(value))
 

@@ -42,19 +42,21 @@ class PaddedCollator:
     """Documents, one a row, padded on the right to the longest: for models that cannot be packed.
 
     Gives ``input_ids``, ``labels`` (int64 [B, N]), ``attention_mask`` (int64 [B, N]) and ``lengths``, the documents'
-    tokens as a tuple of ints, which stays on the host: there the trainer counts, and keeps it from the model. It is
-    also the plain path that packed training is compared with.
+    tokens as a tuple of ints, which stays on the host: there the trainer counts, and keeps it from the model. A row
+    without documents has length 0 and one token that nothing is learned from. It is also the plain path that packed
+    training is compared with.
     """
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Pad ``examples`` to the longest of them."""
-        rows = [collate([example], len(example["input_ids"])) for example in examples]
-        lengths = tuple(row.input_ids.shape[1] for row in rows)
-        shape = (len(rows), max(lengths))
+        rows = [collate([example], max(1, len(example["input_ids"]))) for example in examples]
+        widths = [row.input_ids.shape[1] for row in rows]
+        lengths = tuple(sum(row.lengths) for row in rows)
+        shape = (len(rows), max(widths))
         input_ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
         labels = torch.full(shape, IGNORE)
-        for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            input_ids[index, :length] = row.input_ids[0]
-            labels[index, :length] = row.labels[0]
-            mask[index, :length] = 1
+        for index, (row, width) in enumerate(zip(rows, widths, strict=True)):
+            input_ids[index, :width] = row.input_ids[0]
+            labels[index, :width] = row.labels[0]
+            mask[index, :width] = 1
         return {"input_ids": input_ids, "labels": labels, "attention_mask": mask, "lengths": lengths}

@@ -71,9 +71,10 @@ class Segments:
     def from_lengths(cls, lengths: Sequence[int], *, total: int | None = None) -> Self:
         """Segments of documents with these lengths, filled up to ``total`` tokens (default: their sum) by padding.
 
-        Raises ``InputError`` for no documents, a length below 1, or lengths that sum to more than ``total``.
+        No lengths with a ``total`` is a batch that is all padding. Raises ``InputError`` for no documents without one,
+        a length below 1, or lengths that sum to more than ``total``.
         """
-        checked = _checked_lengths(lengths)
+        checked = () if total and not len(lengths) else _checked_lengths(lengths)
         used = sum(checked)
         total = used if total is None else _whole(total, "total")
         if used > total:

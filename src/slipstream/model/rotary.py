@@ -64,7 +64,7 @@ class _DocumentRotary:
         named = {} if layer_type is None else {"layer_type": layer_type}
         if segments is None or kind not in SCALED_BY_LENGTH:
             return self.own(self.module, x, position_ids, **named)
-        regimes = [self._regime(length, kind, layer_type) for length in segments.lengths]
+        regimes = [self._regime(length, kind, layer_type) for length in segments.lengths or (segments.total,)]
         chosen = sorted(set(regimes), key=str)
         cos, sin = self._with(chosen[0], x, position_ids, kind, layer_type)
         for regime in chosen[1:]:

@@ -51,6 +51,7 @@ def training_arguments(
         dataloader_pin_memory=not cpu,
         disable_tqdm=True,
         log_level="error",
+        log_level_replica="error",
     )
 
 

@@ -79,6 +79,7 @@ def balance_loss(logits: Sequence[torch.Tensor], top_k: int, real_N: torch.Tenso
         assigned_E = assigned_E + (weight_N1 * chosen_NE).sum(0)
         probability_E = probability_E + (weight_N1 * probability_NE).sum(0)
         rows = rows + weight_N1.sum()
+    rows = rows.clamp(min=1)  # a batch may be all padding, where ranks share rows unevenly
     loss: torch.Tensor = experts * (assigned_E / rows * (probability_E / rows)).sum()
     return loss
 

@@ -9,15 +9,17 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from slipstream.errors import InputError
+from slipstream.train.ranks import Consensus, Ranks
 from slipstream.train.records import StepLog, StepRecord
 
 
 class StopOnDivergence(TrainerCallback):  # type: ignore[misc]
     """Stops a training whose loss or gradient has become NaN or infinite."""
 
-    def __init__(self, log: StepLog) -> None:
-        """``log``: where the records arrive."""
+    def __init__(self, log: StepLog, ranks: Ranks | None = None) -> None:
+        """``log``: where the records arrive; ``ranks``: those who stop together, each with a log of the same losses."""
         self.log = log
+        self._consensus = Consensus(ranks or Ranks())
         self.found: StepRecord | None = None
         """The first record seen with such a loss or gradient."""
 
@@ -26,7 +28,7 @@ class StopOnDivergence(TrainerCallback):  # type: ignore[misc]
     ) -> TrainerControl:
         """Asks the trainer to stop, and to save nothing."""
         self.look()
-        if self.found is not None:
+        if self._consensus.ask(self.found is not None):
             control.should_training_stop = True
             control.should_save = control.should_evaluate = False
         return control
@@ -38,9 +40,11 @@ class StopOnDivergence(TrainerCallback):  # type: ignore[misc]
             self.found = last
 
     def raise_if_found(self) -> None:
-        """Raises ``InputError`` with the step, the values and the remedy."""
+        """Raises ``InputError`` with the step, the values and the remedy; waits for all ranks."""
         self.log.drain()
         self.look()
+        if self._consensus.settle(self.found is not None):
+            self.found = self.found or self.log.last  # another rank saw it when its last record had arrived here
         if self.found is None:
             return
         raise InputError(

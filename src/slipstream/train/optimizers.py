@@ -105,7 +105,7 @@ class MasterAdamW(torch.optim.Optimizer):
         )
         rounded = [(p, m) for p, m in zip(parameters, masters, strict=True) if p is not m]
         if rounded:
-            torch._foreach_copy_([p for p, _ in rounded], [m for _, m in rounded])
+            torch._foreach_copy_([_local(p) for p, _ in rounded], [_local(m) for _, m in rounded])
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[parameter]
@@ -125,6 +125,12 @@ class MasterAdamW(torch.optim.Optimizer):
         for index, parameter in zip(indices, parameters, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 self.state[parameter][name] = value.to(parameter.device, copy=True)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's share, where weights are divided over ranks: DTensors know no such copy."""
+    share: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return share
 
 
 def _chunks(parameters: Iterator[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

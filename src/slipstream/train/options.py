@@ -42,5 +42,7 @@ class TrainOptions:
     """Steps between checkpoints; none saves at the end and when interrupted."""
     keep: Annotated[int, Gt(0)] = 2
     """Newest checkpoints to keep; the one with the best evaluation is kept besides."""
+    sharding: Literal["none", "fsdp2"] = "none"
+    """With several processes: ``none`` keeps all weights in each, ``fsdp2`` divides them, for models too large."""
     trackers: list[Literal["tensorboard", "trackio", "wandb"]] = field(default_factory=list)
     """Experiment trackers to report to, through transformers' integrations."""

@@ -23,6 +23,8 @@ from slipstream.errors import InputError
 from slipstream.train.run_folder import FORMAT, RunFolder, space_for, write_atomically
 from slipstream.train.scalars import ScalarRing
 
+COUNTS = ("tokens", "learned_tokens", "documents", "padding_tokens")
+"""The fields of a `StepRecord` that count."""
 RUN_FIELDS = ("slipstream", "started", "outcome", "recipe", "versions", "device", "decisions", "data", "packing")
 """What a complete ``run.json`` of the current format holds, besides values that may be null."""
 
@@ -243,7 +245,7 @@ class StepLog:
         self._write(values | dict(zip(names, self._ring.release(slot), strict=True)))
 
     def _write(self, values: dict[str, Any]) -> None:
-        values["learned_tokens"] = int(values["learned_tokens"])  # a count, also where it came as a device scalar
+        values.update({name: int(values[name]) for name in COUNTS})  # also where they came as device scalars
         self.last = StepRecord(**values)
         if self._lines is not None:
             self._lines.append(self.last)

@@ -18,10 +18,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import transformers
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -37,8 +36,10 @@ from slipstream.train.checkpoint import rotate, write_manifest
 from slipstream.train.circumstances import circumstances
 from slipstream.train.forward import BatchLoss
 from slipstream.train.loss import learned_tokens
+from slipstream.train.ranks import summed_over_ranks
 from slipstream.train.records import EvalRecord, StepLog, StepRecord
 from slipstream.train.run_folder import SAVING, publish, staging_for
+from slipstream.train.several import SeveralRanksTrainer
 from slipstream.transform import base_model
 
 
@@ -62,16 +63,17 @@ class _StepTally:
             self.padding += segments.padding
             self.tokens += segments.total - segments.padding
         else:  # padded batches; without the collator's lengths only the device knows where padding begins
-            tokens = sum(inputs.get("lengths", (rows * width,)))
-            self.documents += rows
+            lengths = inputs.get("lengths")
+            tokens = rows * width if lengths is None else sum(lengths)
+            self.documents += rows if lengths is None else sum(map(bool, lengths))
             self.padding += rows * width - tokens
             self.tokens += tokens
         self.loss = loss if self.loss is None else self.loss + loss
         self.learned = learned
 
 
-class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """``transformers.Trainer`` with the packed, sync-free step; same arguments, and five more.
+class Trainer(SeveralRanksTrainer):
+    """``transformers.Trainer`` with the packed, sync-free step; same arguments, and six more.
 
     Give it ``slipstream.apply(model)``, rows from ``slipstream.pack_dataset`` and a ``slipstream.PackedCollator``
     (``per_device_train_batch_size`` packed rows must fit the collator's tokens).
@@ -79,6 +81,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     ``compute_dtype``: layers run under autocast in this dtype (None: in the weights' dtype, or as ``args.bf16`` says).
     ``step_log``: where a ``StepRecord`` a step goes. ``on_eval``: called with each evaluation's ``EvalRecord``.
     ``mode``: ``auto``, ``eager``, ``compiled`` or ``captured``. ``on_decision``: told what is decided about the step.
+    ``sharding``: ``fsdp2`` divides weights, gradients and optimizer state over the ranks.
     Raises ``InputError`` for arguments of the base class that the packed loss would pass over.
     """
 
@@ -94,6 +97,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         on_eval: Callable[[EvalRecord], None] | None = None,
         mode: ModeChoice = "auto",
         on_decision: Callable[[Decision], None] | None = None,
+        sharding: Literal["none", "fsdp2"] = "none",
         **named: Any,
     ) -> None:
         """See the class."""
@@ -111,6 +115,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.batch_loss = BatchLoss(self.model, self._autocast)
         self.step: Step | None = None
         """How the training at hand runs forward and backward."""
+        self.sharding_decision = self.divide(sharding, compute_dtype)
         self._saving = False
         self._tally = _StepTally()
         self._step_began = time.perf_counter()
@@ -125,7 +130,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         step = self.step = self.step or self._make_step()
         model.train()
         inputs = self._prepare_inputs(inputs)
-        if step.mode != "captured":
+        if step.mode != "captured" and not self.exchanges:
             step.settle(inputs)
             with step.layers():
                 loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
@@ -133,16 +138,19 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         learned = learned_tokens(inputs["labels"]) if num_items_in_batch is None else num_items_in_batch
         learned = torch.as_tensor(learned)
         loss = step(inputs, learned.clamp(min=1))
-        self._tally.add(inputs, loss, learned)
+        self._tally.add(inputs, loss * self.args.world_size, learned)  # as compute_loss gives it
+        self.exchange()
         return loss
 
     def _make_step(self) -> Step:
         dtype = self.compute_dtype or (torch.bfloat16 if self.args.bf16 else base_model(self.model).dtype)
         packed = isinstance(self.data_collator, PackedCollator)
-        about = circumstances(self.model, packed=packed, processes=self.accelerator.num_processes, dtype=dtype)
+        together = self.args.world_size if self.sharded else 1  # whole gradients are exchanged after a recorded step
+        about = circumstances(self.model, packed=packed, processes=together, dtype=dtype)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         step = Step(self.model, self._loss_of, trained, about, self.mode, dtype=dtype, on_change=self._on_decision)
         self.batch_loss.compiled = step.mode != "eager"
+        self.exchanges = self._exchanges(step.mode)
         for decision in step.decisions:
             self._on_decision(decision)
         return step
@@ -296,18 +304,21 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         assert tally.loss is not None
         assert tally.learned is not None
         assert tally.grad_norm is not None
-        fields = {
+        fields: dict[str, float | None] = {
             "step": self.state.global_step,
             "epoch": self.state.epoch or 0.0,
             "learning_rate": tally.learning_rate,
-            "tokens": tally.tokens,
-            "documents": tally.documents,
-            "padding_tokens": tally.padding,
             "seconds": now - self._step_began,
             "memory_bytes": torch.cuda.max_memory_allocated() if self.args.device.type == "cuda" else None,
         }
         self._step_began = now
         scalars = {"loss": tally.loss, "grad_norm": tally.grad_norm, "learned_tokens": tally.learned}
+        counts = {"tokens": tally.tokens, "documents": tally.documents, "padding_tokens": tally.padding}
+        if self.args.world_size == 1:
+            self.step_log.push(fields | counts, scalars)
+            return
+        loss, *sums = summed_over_ranks([tally.loss, *counts.values()], self.args.device)
+        scalars |= {"loss": loss / self.args.world_size, **dict(zip(counts, sums, strict=True))}
         self.step_log.push(fields, scalars)
 
     def _log_record(self, record: StepRecord) -> None:
@@ -379,5 +390,10 @@ def _without_syncs(args: TrainingArguments) -> TrainingArguments:
     args.per_device_eval_batch_size = args.per_device_train_batch_size  # what fits the collator
     args.accelerator_config.dispatch_batches = False  # joins batches of several ranks, which segments can't
     args.accelerator_config.non_blocking = True
+    args.average_tokens_across_devices = True  # the loss is divided by the learned tokens of all ranks
+    if args.ddp_find_unused_parameters is None:
+        args.ddp_find_unused_parameters = False  # looks through the graph in each forward
+    if args.ddp_broadcast_buffers is None:
+        args.ddp_broadcast_buffers = False  # they are constants
     args._n_gpu = min(args.n_gpu, 1)  # one process a device: DataParallel would split a packed row
     return args
