@@ -1,5 +1,6 @@
 """The host pool: exact sizes, reuse by kind, a budget, pinning that may fail, and buffers that a graph names."""
 
+import gc
 import mmap
 
 import pytest
@@ -146,3 +147,18 @@ def taken(pool: HostPool, transfers: LateTransfers) -> HostBuffer:
     buffer = pool.take(key(1000), transfers)
     assert buffer is not None
     return buffer
+
+
+def test_a_pool_that_is_dropped_unclosed_unlocks_its_pages() -> None:
+    """Pages that stay registered can't be registered again once the system gives them to somebody else."""
+    transfers = LateTransfers()
+    unlocked: list[int] = []
+    transfers.unpin = lambda memory: unlocked.append(memory.numel())
+    pool = HostPool(10_000, lambda decision: None)
+    kept = pool.take(BufferKey(torch.device("cpu"), torch.float32, 4096), transfers)
+    assert kept is not None
+    assert kept.pinned
+    pool.give(kept)
+    del kept, pool
+    gc.collect()
+    assert unlocked == [4096]

@@ -15,6 +15,7 @@ is no loss to the next. Passes outside graphs never see it until ``release_graph
 """
 
 import mmap
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,6 +50,8 @@ class HostBuffer:
     """Whether a captured graph names it."""
     busy: list[Mark] = field(default_factory=list)
     """Copies that may not be done yet."""
+    unpin: "weakref.finalize[..., HostBuffer] | None" = None
+    """Unlocks the pages; runs by itself where a pool is dropped unclosed, as pages that stay locked can't be again."""
 
     def flat(self) -> torch.Tensor:
         """The memory as a flat tensor of its dtype."""
@@ -152,7 +155,11 @@ class HostPool:
             return None
         memory = page_aligned(key.nbytes)
         self.held += key.nbytes
-        return HostBuffer(key, memory, transfers, pinned=self._pin(memory, transfers))
+        buffer = HostBuffer(key, memory, transfers, pinned=self._pin(memory, transfers))
+        if buffer.pinned:
+            buffer.unpin = weakref.finalize(buffer, _unpin, transfers, memory)
+            buffer.unpin.atexit = False  # the driver may be gone by then, and takes the pages with it
+        return buffer
 
     def _pin(self, memory: torch.Tensor, transfers: Transfers) -> bool:
         if self._pinning and not transfers.pin(memory):
@@ -177,10 +184,15 @@ class HostPool:
         for mark in buffer.busy:
             mark.wait()
         buffer.busy.clear()
-        if buffer.pinned:
+        if buffer.unpin is not None and buffer.unpin.detach():
             buffer.transfers.unpin(buffer.memory)
         self.held -= buffer.key.nbytes
         buffer.memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _unpin(transfers: Transfers, memory: torch.Tensor) -> None:
+    transfers.finish()
+    transfers.unpin(memory)
 
 
 def page_aligned(nbytes: int) -> torch.Tensor:
