@@ -61,7 +61,13 @@ def main() -> None:
         for arm in options.arms.split(","):
             results.append({"round": round_number, **run_child(arm)})
             print_row(results[-1])
-    document = {
+            if options.out:  # after each run, so that one cut short has not measured for nothing
+                Path(options.out).write_text(json.dumps(document(results), indent=1) + "\n")
+    print(json.dumps(summary(results), indent=2))
+
+
+def document(results: list[dict]) -> dict:
+    return {
         "benchmark": "train_step",
         "command": command_line(),
         "commit": commit(),
@@ -70,9 +76,6 @@ def main() -> None:
         "summary": summary(results),
         "runs": results,
     }
-    print(json.dumps(document["summary"], indent=2))
-    if options.out:
-        Path(options.out).write_text(json.dumps(document, indent=1) + "\n")
 
 
 def arguments() -> argparse.Namespace:
@@ -362,7 +365,7 @@ def summary(results: list[dict]) -> dict:
                 "tokens_per_second": round(statistics.median(run["tokens_per_second"] for run in runs)),
                 "peak_memory_gb": max(run["peak_memory_gb"] for run in runs),
             }
-    ours, *others = list(shown)
+    ours, *others = [*shown] or [None]
     for other in others:
         ratio = shown[ours]["tokens_per_second"] / shown[other]["tokens_per_second"]
         shown[other]["ratio"] = round(ratio, 3)  # how many times as many tokens the first arm trains in a second

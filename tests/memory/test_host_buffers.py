@@ -54,7 +54,8 @@ def test_the_budget_holds_and_idle_buffers_of_other_kinds_make_room() -> None:
     pool.give(a)
     late = LateMark(lambda: None, ())
     b.busy.append(late)
-    assert pool.take(key(1500), transfers) is not None  # a had to go
+    larger = pool.take(key(1500), transfers)
+    assert larger is not None  # a had to go
     assert pool.held == 2500
     assert len(transfers.pinned) == 2
     pool.give(b)
