@@ -19,7 +19,7 @@ from slipstream.device.segments import Segments
 from slipstream.errors import InputError
 
 SMALLEST_COUNT = 64
-SMALLEST_LONGEST = 512
+SMALLEST_LONGEST = 1024
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class BatchShape:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> "BatchShape":
-        """The shape that takes this batch: counts in powers of four from 64, longest in powers of two from 512."""
+        """The shape that takes this batch: counts in powers of four from 64, longest in powers of two from 1,024."""
         segments: Segments | None = batch.get("segments")
         if segments is None:
             raise InputError(

@@ -21,8 +21,9 @@ from torch import nn
 from slipstream.device.static_batch import BatchShape, StaticBatch
 from slipstream.errors import InputError
 
-WARM_UP = 2
-"""Runs before the recording: libraries choose kernels and allocate workspaces in their first calls."""
+WARM_UP, AGAIN = 2, 1
+"""Runs before the first recording, and before those of other shapes: libraries choose kernels and allocate workspaces
+in their first calls."""
 Loss = Callable[[Mapping[str, Any]], torch.Tensor]
 """A batch → its summed loss, 0-d float32, with a graph behind it. Launches only: it may not wait for the device."""
 
@@ -137,7 +138,7 @@ class CapturedStep:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
+            for _ in range(AGAIN if self.recordings else WARM_UP):
                 self._gradients_of(static)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
