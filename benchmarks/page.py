@@ -146,9 +146,7 @@ def _peaks(results: Mapping[str, Mapping[str, Any]], shape: str) -> str:
 def _experts_rows(results: Mapping[str, Mapping[str, Any]]) -> Iterable[list[str]]:
     for words, part, of, told in EXPERTS:
         row = {"part": part, "shape": "gpt-oss-20b"}
-        ours = _comparison(results, "experts", row, {"part": of, "ours": "sorted"}) or _comparison(
-            results, "experts", row, {"ours": "sorted"} if of == "whole" else {"part": of, "ours": "sorted"}
-        )
+        ours = _comparison(results, "experts", row, {"ours": "sorted-loop", "against": "where-loop", "part": of})
         gain = ours.get("gain", ours["ratio"] - 1 if "ratio" in ours else None)
         yield [words, told, "–" if gain is None else f"{gain:+.0%}"]
 
