@@ -31,6 +31,7 @@ from slipstream.device.feed import PackedCollator, PaddedCollator
 from slipstream.errors import InputError
 from slipstream.model.load import check_context, load_tokenizer
 from slipstream.model.quantize import check_quantize, quantize_decisions
+from slipstream.places import keep_compiled_code
 from slipstream.plan.facts import Target, this_machine
 from slipstream.plan.prediction import Taken
 from slipstream.plan.record import plan_line, run_plan
@@ -94,6 +95,7 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
             check_trackers(recipe.train)
             check_quantize(recipe.load.quantize, has_card=torch.cuda.is_available())
             check_optimizer(recipe.train)
+        keep_compiled_code()
         quiet_libraries()
         same = "start all processes with the same recipe, --set and --resume"
         ranks.agree("the recipe", repr((recipe, resume)), same)

@@ -26,6 +26,7 @@ import torch
 from slipstream.cost.ceilings import Ceilings
 from slipstream.cost.hardware import compute_dtype, describe, free_bytes
 from slipstream.data.cache import digest
+from slipstream.places import cache_folder
 
 FORMAT = 1
 """Raised whenever ceilings are measured differently; it is part of the key."""
@@ -154,13 +155,11 @@ def _wait(device: torch.device) -> None:
 
 
 def _place(device: torch.device, driver: str | None) -> Path:
-    """The file of this device's ceilings: under ``$XDG_CACHE_HOME``, or ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(base) if base else Path.home() / ".cache") / "slipstream" / "ceilings"
+    """The file of this device's ceilings."""
     described = asdict(describe(device))
     threads = torch.get_num_threads() if device.type == "cpu" else None
     key = digest(FORMAT, described, driver, str(torch.__version__), torch.version.cuda, threads)
-    return folder / f"{key}.json"
+    return cache_folder("ceilings") / f"{key}.json"
 
 
 def _read(place: Path) -> Ceilings | None:

@@ -17,7 +17,6 @@ nothing that a later start would take for a model.
 
 import errno
 import hashlib
-import os
 import shutil
 import struct
 import tempfile
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import InputError
+from slipstream.places import cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,15 +63,9 @@ def open_gguf(path: Path) -> GgufFile:
     return GgufFile(path, digest[:DIGEST_CHARACTERS])
 
 
-def cache_folder() -> Path:
-    """Where converted models are kept: under ``$XDG_CACHE_HOME``, or ``~/.cache`` where it is not set."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "slipstream" / "models"
-
-
 def tokenizer_folder(file: GgufFile) -> Path:
     """The folder of the file's tokenizer, written at first use."""
-    return _once(cache_folder() / file.digest / "tokenizer", lambda folder: _convert_tokenizer(file, folder))
+    return _once(cache_folder("models") / file.digest / "tokenizer", lambda folder: _convert_tokenizer(file, folder))
 
 
 def config_folder(file: GgufFile) -> Path:
@@ -84,7 +78,7 @@ def config_folder(file: GgufFile) -> Path:
             config = AutoConfig.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
         config.save_pretrained(folder)
 
-    return _once(cache_folder() / file.digest / "config", convert)
+    return _once(cache_folder("models") / file.digest / "config", convert)
 
 
 def model_folder(file: GgufFile, dtype: str) -> Path:
@@ -94,7 +88,7 @@ def model_folder(file: GgufFile, dtype: str) -> Path:
         shutil.copytree(tokenizer_folder(file), folder, dirs_exist_ok=True)
         _convert_model(file, dtype, folder)
 
-    return _once(cache_folder() / file.digest / dtype, convert)
+    return _once(cache_folder("models") / file.digest / dtype, convert)
 
 
 def _once(target: Path, write: Callable[[Path], None]) -> Path:
