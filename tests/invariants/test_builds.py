@@ -104,7 +104,7 @@ def test_the_trainers_loss_reads_nothing_back(activations: Any, tmp_path: Path) 
     """From batch to gradients through ``Trainer.compute_loss``: chunks of logits, counts, division."""
     model = apply(with_adapter(model_of("qwen3")), Options(activations=activations))
     trainer = trainer_of(tmp_path, model)
-    assert trainer.head is not None
+    assert trainer.batch_loss.head is not None
     row = row_of(documents())
     with ReadBacks() as reading:
         trainer.compute_loss(model.train(), row).backward()
