@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -220,22 +221,8 @@ def bench_packing(
     part: Annotated[str, typer.Option("--part", help="layer or all.")] = "all",
 ) -> None:
     """Boundaries built once a batch against once a layer: the published measurement, on this device."""
-    with _output(as_json) as emit:
-        from slipstream.bench import packing_command
-
-        asked = packing_command.options(
-            shape=shape,
-            tokens=tokens,
-            attention=attention,
-            activations=activations,
-            rounds=rounds,
-            layers=layers,
-            part=part,
-        )
-        result, last_line = packing_command.run(asked, _console(stderr=as_json), out=out, csv=csv)
-        emit(result)
-    if not as_json:
-        print(json.dumps(last_line))
+    words = {"shape": shape, "tokens": tokens, "attention": attention, "activations": activations}
+    _bench("packing", as_json, out, csv, **words, rounds=rounds, layers=layers, part=part)
 
 
 @bench_app.command("offload")
@@ -257,23 +244,8 @@ def bench_offload(
     cap: Annotated[float, typer.Option("--cap", help="GB of device memory for --part longest.")] = 80.0,
 ) -> None:
     """Layer inputs offloaded and reloaded ahead: the published measurement, on this device."""
-    with _output(as_json) as emit:
-        from slipstream.bench import offload_command
-
-        asked = offload_command.options(
-            shape=shape,
-            tokens=tokens,
-            rounds=rounds,
-            layers=layers,
-            part=part,
-            host_limit=host_limit,
-            mode=mode,
-            cap=cap,
-        )
-        result, last_line = offload_command.run(asked, _console(stderr=as_json), out=out, csv=csv)
-        emit(result)
-    if not as_json:
-        print(json.dumps(last_line))
+    words = {"shape": shape, "tokens": tokens, "rounds": rounds, "layers": layers, "part": part}
+    _bench("offload", as_json, out, csv, **words, host_limit=host_limit, mode=mode, cap=cap)
 
 
 @bench_app.command("step")
@@ -289,16 +261,8 @@ def bench_step(
     layers: Annotated[int | None, typer.Option("--layers", help="Fewer layers than the shapes have.")] = None,
 ) -> None:
     """Whole steps, eager, compiled and captured, beside the time that their matrix products take at best."""
-    with _output(as_json) as emit:
-        from slipstream.bench import step_command
-
-        asked = step_command.options(
-            shape=shape, tokens=tokens, activations=activations, mode=mode, rounds=rounds, layers=layers
-        )
-        result, last_line = step_command.run(asked, _console(stderr=as_json), out=out, csv=csv)
-        emit(result)
-    if not as_json:
-        print(json.dumps(last_line))
+    words = {"shape": shape, "tokens": tokens, "rounds": rounds, "layers": layers}
+    _bench("step", as_json, out, csv, **words, activations=activations, mode=mode)
 
 
 @bench_app.command("experts")
@@ -314,13 +278,31 @@ def bench_experts(
     part: Annotated[str, typer.Option("--part", help="layer, scaling, step or all.")] = "all",
 ) -> None:
     """Routing by one sort against a look-up for each expert, and whole steps beside transformers'."""
-    with _output(as_json) as emit:
-        from slipstream.bench import experts_command
+    words = {"shape": shape, "tokens": tokens, "rounds": rounds, "layers": layers}
+    _bench("experts", as_json, out, csv, **words, adapters=adapters, part=part)
 
-        asked = experts_command.options(
-            shape=shape, tokens=tokens, adapters=adapters, rounds=rounds, layers=layers, part=part
-        )
-        result, last_line = experts_command.run(asked, _console(stderr=as_json), out=out, csv=csv)
+
+@bench_app.command("all")
+def bench_all(
+    as_json: JsonOption = False,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Append the gains to this CSV file.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")] = None,
+    shape: Annotated[str | None, typer.Option("--shape", help="Shapes of models, separated by commas.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", help="Tokens of the row.")] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="Decoder layers; 8 on a card.")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", min=2, help="Timed rounds of all arms.")] = None,
+    attention: Annotated[str, typer.Option("--attention", help="auto, varlen, flex, xformers or sdpa.")] = "auto",
+) -> None:
+    """Every optimisation off, each alone, the published ones together, everything on."""
+    words = {"shape": shape, "tokens": tokens, "rounds": rounds, "layers": layers}
+    _bench("together", as_json, out, csv, **words, attention=attention)
+
+
+def _bench(name: str, as_json: bool, out: Path | None, csv: Path | None, **words: Any) -> None:
+    """Run a benchmark: ``bench/<name>_command.py`` makes options of the words and measures what they ask for."""
+    with _output(as_json) as emit:
+        command = import_module(f"slipstream.bench.{name}_command")
+        result, last_line = command.run(command.options(**words), _console(stderr=as_json), out=out, csv=csv)
         emit(result)
     if not as_json:
         print(json.dumps(last_line))

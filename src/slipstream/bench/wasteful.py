@@ -74,49 +74,54 @@ class PackedRow:
         return made(lengths, total, cu_seqlens, segment_ids, longest, builds=self.builds)
 
 
-def rebuild(row: PackedRow, choice: str, kind: Kind, dtype: torch.dtype) -> Segments:
+def rebuild(row: PackedRow, choice: str, kind: Kind, dtype: torch.dtype, window: int | None = None) -> Segments:
     """What one layer of a reference does before it attends: boundaries, and the structure that the choice wants.
 
-    ``dtype`` is the queries'. The structure lies on the segments, where the choice's kernel finds it.
+    ``dtype`` is the queries', ``window`` the layer's. The structure lies on the segments, where the choice's kernel
+    finds it.
     """
     segments = row.boundaries(kind)
-    STRUCTURES[choice](segments, dtype)
+    STRUCTURES[choice](segments, dtype, segments.window(window))
     return segments
 
 
-def _dense_mask(segments: Segments, dtype: torch.dtype) -> None:
-    segments.mask(dtype)
+def _dense_mask(segments: Segments, dtype: torch.dtype, window: int | None) -> None:
+    segments.mask(dtype, window)
 
 
-def _block_mask(segments: Segments, dtype: torch.dtype) -> None:
+def _block_mask(segments: Segments, dtype: torch.dtype, window: int | None) -> None:
     """FlexAttention's block mask as PyTorch makes it: every pair of tokens is looked at on the device."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     ids, total = segments.segment_ids, segments.total
 
     def within(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (ids[query] == ids[key]) & (key <= query)
+        seen = (ids[query] == ids[key]) & (key <= query)
+        return seen if window is None else seen & (query - key < window)
 
     build = partial(create_block_mask, within, None, None, total, total, device=segments.device)
-    segments.derive("block_mask", build)
+    segments.derive("block_mask", build, window=window)
 
 
-def _block_diagonal_bias(segments: Segments, dtype: torch.dtype) -> None:
-    """xFormers' bias by its own constructor, which copies the offsets to the device."""
+def _block_diagonal_bias(segments: Segments, dtype: torch.dtype, window: int | None) -> None:
+    """xFormers' bias by its own constructor, which copies the offsets to the device; the kernel makes one of its own
+    for a window."""
+    if window is not None:
+        return
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
 
     build = partial(BlockDiagonalCausalMask.from_seqlens, list(segments.lengths), device=segments.device)
     segments.derive("xformers", build)
 
 
-def _nothing(segments: Segments, dtype: torch.dtype) -> None:
+def _nothing(segments: Segments, dtype: torch.dtype, window: int | None) -> None:
     """Variable-length attention takes the boundaries as they are."""
 
 
-STRUCTURES: Mapping[str, Callable[[Segments, torch.dtype], None]] = MappingProxyType(
+STRUCTURES: Mapping[str, Callable[[Segments, torch.dtype, int | None], None]] = MappingProxyType(
     {"varlen": _nothing, "flex": _block_mask, "xformers": _block_diagonal_bias, "sdpa": _dense_mask}
 )
-"""What each attention choice derives from segments (without a window, as the shapes here are)."""
+"""What each attention choice derives from segments, in a layer with a window or without."""
 
 
 def kinds(choice: str) -> tuple[Kind, ...]:
@@ -130,16 +135,22 @@ def choices() -> tuple[str, ...]:
 
 
 def wasteful_key(choice: str, kind: Kind) -> str:
-    """The name under which a reference is registered with transformers."""
-    return f"slipstream_bench_{kind}_{choice}"
+    """The name under which a reference is registered with transformers, which refuses "sdpa" in it for some models."""
+    return f"slipstream_bench_{kind}_{choice.replace('sdpa', 'masked')}"
 
 
-def register_wasteful() -> None:
-    """Register all references with transformers; calling it again changes nothing."""
-    register_attention()
+def register_wasteful(*, outside_graphs: bool = False) -> None:
+    """Register all references with transformers; calling it again changes nothing.
+
+    ``outside_graphs``: as functions that ``torch.compile`` calls and does not look into, as ours in compiled layers.
+    """
+    register_attention(outside_graphs=outside_graphs)
     for choice in choices():
         for kind in kinds(choice):
-            AttentionInterface.register(wasteful_key(choice, kind), partial(wasteful_attention, choice, kind))
+            function: Callable[..., Any] = partial(wasteful_attention, choice, kind)
+            if outside_graphs:
+                function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+            AttentionInterface.register(wasteful_key(choice, kind), function)
             AttentionMaskInterface.register(wasteful_key(choice, kind), sdpa_mask)
 
 
@@ -157,5 +168,5 @@ def wasteful_attention(
     kind_of_device = query.device.type
     autocast = torch.is_autocast_enabled(kind_of_device)
     dtype = torch.get_autocast_dtype(kind_of_device) if autocast else query.dtype
-    segments = rebuild(packed_row, choice, kind, dtype)
+    segments = rebuild(packed_row, choice, kind, dtype, kwargs.get("sliding_window"))
     return attention_function(choice)(module, query, *tensors, segments=segments, **kwargs)

@@ -122,11 +122,12 @@ class AppliedExperts:
         """Choose the function in the model's config, take over adapters, watch the routing."""
         from transformers.integrations.moe import ExpertsInterface
 
-        for name, function in FUNCTIONS.items():
+        functions = {name: _uncompiled(name) for name in FUNCTIONS}
+        for name, function in functions.items():
             ExpertsInterface.register(experts_key(name), function)
         found = find_experts(base)
         blocks = {name: base.get_submodule(_block_of(name)) for name in found}
-        adapters = ExpertAdapters(FUNCTIONS[choice], list(found.values()))
+        adapters = ExpertAdapters(functions[choice], list(found.values()))
         applied = cls(choice, base.get_experts_implementation(), adapters, KeptRouting(list(blocks.values())))
         base.set_experts_implementation(experts_key(choice))
         applied.kept.attach()
@@ -141,6 +142,18 @@ class AppliedExperts:
         self.adapters.release()
         self.kept.detach()
         base.set_experts_implementation(self.previous)
+
+
+def _uncompiled(choice: Named) -> ExpertsForward:
+    """A choice's function; the loop as one that ``torch.compile`` calls and does not look into.
+
+    The sizes of its slices are Python integers, and compiled code would be made anew for each batch's.
+    """
+    function = FUNCTIONS[choice]
+    if choice == "grouped":
+        return function
+    outside: ExpertsForward = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return outside
 
 
 def experts_key(choice: str) -> str:
