@@ -40,6 +40,17 @@ def test_every_rebuild_is_counted() -> None:
     assert packed.builds == {(METADATA, "cpu"): 3, ("mask", torch.device("cpu"), torch.float32, None): 3}
 
 
+def test_a_layer_with_a_window_makes_its_own_mask_alone() -> None:
+    packed = row()
+    segments = rebuild(packed, "sdpa", "vectorised", torch.float32, window=8)
+    assert packed.builds == {(METADATA, "cpu"): 1, ("mask", torch.device("cpu"), torch.float32, 8): 1}
+    ours = Segments.from_lengths(LENGTHS).mask(torch.float32, 8)
+    assert torch.equal(segments.mask(torch.float32, 8), ours)
+    assert not torch.equal(ours, Segments.from_lengths(LENGTHS).mask(torch.float32))
+    theirs = block_mask(rebuild(row(), "flex", "vectorised", torch.float32, window=8), 8)
+    assert torch.equal(theirs.to_dense(), block_mask(Segments.from_lengths(LENGTHS), 8).to_dense())
+
+
 def test_block_mask_of_the_library_shows_the_same_blocks() -> None:
     lengths = (200, 56, 300, 84)
     packed = PackedRow(Segments.from_lengths(lengths).position_ids())

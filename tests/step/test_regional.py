@@ -6,8 +6,12 @@ import pytest
 import torch
 import torch._dynamo
 
+from mixtures import mixture_of
 from offloading import LAYERS, assert_same_bits, deep, offloaded, plain, step
+from slipstream.device.segments import Segments
+from slipstream.model.routing import Routing
 from slipstream.step.regional import CompiledLayers
+from slipstream.transform import Options, apply
 
 
 @pytest.fixture
@@ -39,3 +43,26 @@ def test_checkpointing_is_outside_of_compiled_layers(untranslated: None, offload
     counters = torch._dynamo.utils.counters
     assert not counters["graph_break"]
     assert counters["frames"]["ok"] == 2, "one layer's code for all layers, and the norm"
+
+
+def test_looped_experts_are_compiled_for_no_counts(untranslated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop's slices have other sizes in each batch, which must not become constants of compiled code."""
+    seen, counts = set(), Routing.counts
+
+    def heard(routing: Routing) -> list[int]:
+        found = counts(routing)
+        seen.add(tuple(found))
+        return found
+
+    monkeypatch.setattr(Routing, "counts", heard)
+    model = apply(mixture_of("gpt_oss"), Options(experts="loop"))
+    layers = CompiledLayers(model.get_decoder())
+    compiled = []
+    with layers.active():
+        for seed in range(4):
+            ids = torch.randint(3, 60, (1, 24), generator=torch.Generator().manual_seed(seed))
+            model(input_ids=ids, segments=Segments.from_lengths([10, 14])).logits.sum().backward()
+            compiled.append(torch._dynamo.utils.counters["frames"]["ok"])
+    assert len(seen) >= 4
+    assert compiled[0] > 0
+    assert compiled[1] == compiled[-1]
