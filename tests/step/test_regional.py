@@ -55,7 +55,7 @@ def test_looped_experts_are_compiled_for_no_counts(untranslated: None, monkeypat
         return found
 
     monkeypatch.setattr(Routing, "counts", heard)
-    model = apply(mixture_of("gpt_oss"), Options(experts="loop"))
+    model = apply(mixture_of("olmoe"), Options(experts="loop"))
     layers = CompiledLayers(model.get_decoder())
     compiled = []
     with layers.active():

@@ -7,6 +7,7 @@ are the sorted loop, in an eager step; "everything on" has what ``auto`` takes h
 parts' product is no bound for it. All arms are first shown to compute the same.
 """
 
+import gc
 import math
 import statistics
 from collections.abc import Callable, Mapping
@@ -78,6 +79,7 @@ def run(options: TogetherBench, say: Say, save: Save = _nowhere) -> dict[str, An
     result = document("all", device, rows, published={"source": SOURCE, "gains": told})
     for shape in options.shapes or (SHAPES if device.type == "cuda" else SMALL_SHAPES):
         rows.append(_row(options, shape, device, say))
+        gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         save(result)

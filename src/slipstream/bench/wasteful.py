@@ -148,10 +148,16 @@ def register_wasteful(*, outside_graphs: bool = False) -> None:
     for choice in choices():
         for kind in kinds(choice):
             function: Callable[..., Any] = partial(wasteful_attention, choice, kind)
-            if outside_graphs:
-                function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-            AttentionInterface.register(wasteful_key(choice, kind), function)
+            AttentionInterface.register(wasteful_key(choice, kind), _outside(function) if outside_graphs else function)
             AttentionMaskInterface.register(wasteful_key(choice, kind), sdpa_mask)
+
+
+def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    disabled: Callable[..., Any] = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def attention_function(choice: str) -> Callable[..., tuple[torch.Tensor, None]]:
