@@ -309,8 +309,10 @@ def scalar(key: str, value: Any) -> str:
         return f"{value / 1e9:.2f} GB"
     if key.endswith("_gb"):
         return f"{value:.2f} GB"
-    if key in ("gain", "share", "fill"):
-        return f"{value:+.1%}" if key == "gain" else f"{value:.1%}"
+    if "gain" in key.split("_"):
+        return f"{value:+.1%}"
+    if key in ("share", "fill"):
+        return f"{value:.1%}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
 
 

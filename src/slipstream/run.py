@@ -39,7 +39,7 @@ from slipstream.prepare import Rows, build_model, data_record, planned_steps, pr
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
 from slipstream.resume import checkpoint_to_resume, claimed
-from slipstream.run_json import describe_run, now
+from slipstream.run_json import describe_run, model_card, now
 from slipstream.train.arguments import KeepBest, check_optimizer, check_schedule, check_trackers, training_arguments
 from slipstream.train.checkpoint import checkpoint_step
 from slipstream.train.divergence import StopOnDivergence
@@ -55,7 +55,6 @@ from slipstream.train.timeline import StepTimeline
 from slipstream.train.trackers import tracker_callbacks
 from slipstream.train.trainer import Trainer
 from slipstream.transform import Options, applied, apply, decisions, restore, tell_later_decisions
-from slipstream.versions import SLIPSTREAM
 
 
 @dataclass(frozen=True)
@@ -363,19 +362,12 @@ class _Training:
         staged = staging_for(target)
         staged.mkdir(parents=True, exist_ok=True)
         if lora:
-            (staged / "README.md").write_text(self._model_card(), encoding="utf-8")  # peft fills its header
+            card = model_card(self.recipe, self.train_rows.report.documents)
+            (staged / "README.md").write_text(card, encoding="utf-8")  # peft fills its header
         self.model.save_pretrained(staged, state_dict=weights)
         self.tokenizer.save_pretrained(staged)
         publish(target)
         self.console.print(f"{'adapter' if lora else 'model'} saved in {target}")
-
-    def _model_card(self) -> str:
-        recipe = self.recipe
-        return (
-            f"---\nlibrary_name: peft\n---\n\n# Adapter for {recipe.model}\n\nTrained with Slipstream {SLIPSTREAM} on "
-            f"`{recipe.data.train}` ({self.train_rows.report.documents:,} documents). The recipe:\n\n"
-            f"```yaml\n{recipe.to_yaml()}```\n"
-        )
 
     def _print(self, summary: RunSummary) -> None:
         say = self.console.print

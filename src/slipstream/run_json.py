@@ -1,4 +1,4 @@
-"""What ``run.json`` holds: what was run, on what, with what data and decisions."""
+"""What ``run.json`` holds (what was run, on what, with what data and decisions), and the card of an adapter."""
 
 import hashlib
 import platform
@@ -63,3 +63,11 @@ def rows_digest(rows: Rows) -> str:
 def now() -> str:
     """The time, as run.json writes it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def model_card(recipe: Recipe, documents: int) -> str:
+    """The README of an adapter: what it was trained on, by which recipe."""
+    return (
+        f"---\nlibrary_name: peft\n---\n\n# Adapter for {recipe.model}\n\nTrained with Slipstream {SLIPSTREAM} on "
+        f"`{recipe.data.train}` ({documents:,} documents). The recipe:\n\n```yaml\n{recipe.to_yaml()}```\n"
+    )

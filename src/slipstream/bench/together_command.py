@@ -17,7 +17,7 @@ from slipstream.bench.harness import WHOLE
 from slipstream.bench.together_arms import ALL, OFF, PUBLISHED
 from slipstream.model.attention import AttentionChoice
 
-NAMES: Mapping[str, str] = {OFF: "everything off", PUBLISHED: "the published together", ALL: "everything on"}
+NAMES: Mapping[str, str] = {OFF: "everything off", PUBLISHED: "published together", ALL: "everything on"}
 
 
 def options(
