@@ -119,7 +119,7 @@ def test_model_is_left_as_it_was() -> None:
     assert all(parameter.grad is None for parameter in bench.parameters)
 
 
-def leaking(row: wasteful.PackedRow, choice: str, kind: str, dtype: torch.dtype) -> wasteful.Segments:
+def leaking(row: wasteful.PackedRow, *_: Any) -> wasteful.Segments:
     return wasteful.Segments.from_lengths([row.position_ids.shape[1]])
 
 
