@@ -3,15 +3,13 @@
 Everything that can be wrong with the words or the files is told before anything is measured.
 """
 
-import json
-from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
 from rich.console import Console
 
 from slipstream.bench import packing, packing_table
-from slipstream.bench.document import append_csv, check_writable
+from slipstream.bench.words import carry_out, numbers, words
 from slipstream.errors import InputError
 
 ACTIVATIONS = {"keep": False, "recompute": True}
@@ -30,16 +28,16 @@ def options(
     """The benchmark that these words ask for; lists are separated by commas. Raises ``InputError``."""
     if part not in get_args(packing.Part):
         raise InputError(f"--part {part!r} is none of {', '.join(get_args(packing.Part))}")
-    kinds = _words(activations) or ()
+    kinds = words(activations) or ()
     for kind in kinds:
         if kind not in ACTIVATIONS:
             raise InputError(f"--activations {kind!r} is none of {', '.join(ACTIVATIONS)}")
     if not kinds:
         raise InputError("--activations is empty; give keep, recompute or both")
     return packing.PackingBench(
-        shapes=_words(shape),
-        tokens=_numbers(tokens),
-        attention=_words(attention),
+        shapes=words(shape),
+        tokens=numbers(tokens, "2048,16384"),
+        attention=words(attention),
         recompute=tuple(ACTIVATIONS[kind] for kind in kinds),
         part=cast(packing.Part, part),
         rounds=rounds,
@@ -51,31 +49,11 @@ def run(
     asked: packing.PackingBench, console: Console, *, out: Path | None = None, csv: Path | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Measure, print the tables, write the files; the result document and the summary for the last line."""
-    for path in (out, csv):
-        if path is not None:
-            check_writable(path)
-    result = packing.run(asked, console.print, partial(_write, out))
-    packing_table.show(result, console)
-    if csv is not None:
-        append_csv(csv, packing.csv_rows(result))
-    return result, packing_table.summary(result)
-
-
-def _write(path: Path | None, result: dict[str, Any]) -> None:
-    """Written after each case, so that a run cut short has not measured for nothing."""
-    if path is not None:
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-def _words(text: str | None) -> tuple[str, ...] | None:
-    """The words between commas; None where there are none."""
-    words = tuple(word.strip() for word in (text or "").split(",") if word.strip())
-    return words or None
-
-
-def _numbers(text: str | None) -> tuple[int, ...] | None:
-    words = _words(text)
-    try:
-        return None if words is None else tuple(int(word) for word in words)
-    except ValueError as error:
-        raise InputError(f"--tokens {text!r} must be whole numbers separated by commas, e.g. 2048,16384") from error
+    return carry_out(
+        lambda save: packing.run(asked, console.print, save),
+        lambda result: packing_table.show(result, console),
+        packing.csv_rows,
+        packing_table.summary,
+        out=out,
+        csv=csv,
+    )

@@ -1,8 +1,6 @@
 """From the command line's words to the benchmark of whole steps, and its result to the terminal and to files."""
 
-import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -11,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.bench import step
-from slipstream.bench.document import append_csv, check_writable
+from slipstream.bench.words import carry_out, words
 from slipstream.errors import InputError
 from slipstream.memory.policy import ActivationsChoice
 from slipstream.step.choice import Mode
@@ -30,10 +28,10 @@ def options(
     if activations not in get_args(ActivationsChoice):
         raise InputError(f"--activations {activations!r} is none of {', '.join(get_args(ActivationsChoice))}")
     return step.StepBench(
-        shapes=_words(shape),
+        shapes=words(shape),
         tokens=tokens,
         activations=cast(ActivationsChoice, activations),
-        modes=cast(tuple[Mode, ...], _words(mode) or step.MODES),
+        modes=cast(tuple[Mode, ...], words(mode) or step.MODES),
         rounds=rounds,
         layers=layers,
     )
@@ -43,15 +41,14 @@ def run(
     asked: step.StepBench, console: Console, *, out: Path | None = None, csv: Path | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Measure, print the tables, write the files; the result document and the summary for the last line."""
-    for path in (out, csv):
-        if path is not None:
-            check_writable(path)
-    result = step.run(asked, console.print, partial(_write, out))
-    for row in result["rows"]:
-        _show(row, console)
-    if csv is not None:
-        append_csv(csv, csv_rows(result))
-    return result, _summary(result)
+    return carry_out(
+        lambda save: step.run(asked, console.print, save),
+        lambda result: _show(result, console),
+        csv_rows,
+        _summary,
+        out=out,
+        csv=csv,
+    )
 
 
 def csv_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -76,7 +73,12 @@ def _summary(result: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _show(row: Mapping[str, Any], console: Console) -> None:
+def _show(result: Mapping[str, Any], console: Console) -> None:
+    for row in result["rows"]:
+        _show_row(row, console)
+
+
+def _show_row(row: Mapping[str, Any], console: Console) -> None:
     console.print(
         f"\n{row['shape']} ({row['layers']} layers), {row['tokens']:,} tokens in {row['documents']} documents, "
         f"{row['activations']}; matmul floor {row['floor_seconds'] * 1e3:.1f} ms"
@@ -104,15 +106,3 @@ def _show(row: Mapping[str, Any], console: Console) -> None:
             f"{name} {value * 1e3:.1f} ms ({value / total:.0%})" for name, value in shares["seconds"].items()
         )
         console.print(f"  kernels of a captured step: {parts}; launched by the host: {shares['host_launches']}")
-
-
-def _write(path: Path | None, result: dict[str, Any]) -> None:
-    """Written after each shape, so that a run cut short has not measured for nothing."""
-    if path is not None:
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-def _words(text: str | None) -> tuple[str, ...] | None:
-    """The words between commas; None where there are none."""
-    words = tuple(word.strip() for word in (text or "").split(",") if word.strip())
-    return words or None

@@ -1,9 +1,7 @@
 """From the command line's words to ``bench all``, and its result to the terminal and to files."""
 
-import json
 import statistics
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.bench import together
-from slipstream.bench.document import append_csv, check_writable
 from slipstream.bench.harness import WHOLE
 from slipstream.bench.together_arms import ALL, OFF, PUBLISHED
+from slipstream.bench.words import carry_out, words
 from slipstream.model.attention import AttentionChoice
 
 NAMES: Mapping[str, str] = {OFF: "everything off", PUBLISHED: "published together", ALL: "everything on"}
@@ -29,9 +27,8 @@ def options(
     attention: str = "auto",
 ) -> together.TogetherBench:
     """The benchmark that these words ask for; shapes are separated by commas. Raises ``InputError``."""
-    words = tuple(word.strip() for word in (shape or "").split(",") if word.strip())
     return together.TogetherBench(
-        shapes=words or None,
+        shapes=words(shape),
         tokens=tokens,
         layers=layers,
         rounds=rounds,
@@ -43,15 +40,14 @@ def run(
     asked: together.TogetherBench, console: Console, *, out: Path | None = None, csv: Path | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Measure, print the tables, write the files; the result document and the summary for the last line."""
-    for path in (out, csv):
-        if path is not None:
-            check_writable(path)
-    result = together.run(asked, console.print, partial(_write, out))
-    for row in result["rows"]:
-        _show(row, console)
-    if csv is not None:
-        append_csv(csv, together.csv_rows(result))
-    return result, summary(result)
+    return carry_out(
+        lambda save: together.run(asked, console.print, save),
+        lambda result: _show(result, console),
+        together.csv_rows,
+        summary,
+        out=out,
+        csv=csv,
+    )
 
 
 def summary(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +60,12 @@ def summary(result: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _show(row: Mapping[str, Any], console: Console) -> None:
+def _show(result: Mapping[str, Any], console: Console) -> None:
+    for row in result["rows"]:
+        _show_row(row, console)
+
+
+def _show_row(row: Mapping[str, Any], console: Console) -> None:
     console.print(f"\n{row['shape']} ({row['layers']} layers), {row['tokens']:,} tokens, {row['rounds']} rounds")
     if "refused" in row:
         console.print(f"  left out: {row['refused']}")
@@ -95,9 +96,3 @@ def _table(row: Mapping[str, Any]) -> Table:
         seconds = statistics.median(arm["seconds"][WHOLE])
         table.add_row(NAMES.get(name, f"{name} alone"), arm["ran"], f"{seconds * 1e3:.1f}", *cells)
     return table
-
-
-def _write(path: Path | None, result: dict[str, Any]) -> None:
-    """Written after each shape, so that a run cut short has not measured for nothing."""
-    if path is not None:
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
