@@ -40,6 +40,7 @@ from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
 from slipstream.resume import checkpoint_to_resume, claimed
 from slipstream.run_json import describe_run, model_card, now
+from slipstream.step.choice import check_mode
 from slipstream.train.arguments import KeepBest, check_optimizer, check_schedule, check_trackers, training_arguments
 from slipstream.train.checkpoint import checkpoint_step
 from slipstream.train.divergence import StopOnDivergence
@@ -94,6 +95,8 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
             check_trackers(recipe.train)
             check_quantize(recipe.load.quantize, has_card=torch.cuda.is_available())
             check_optimizer(recipe.train)
+            here = describe("cuda" if torch.cuda.is_available() else "cpu")
+            check_mode(recipe.train.mode, here, packed=recipe.packing.enabled)
         keep_compiled_code()
         quiet_libraries()
         same = "start all processes with the same recipe, --set and --resume"
@@ -186,6 +189,7 @@ class _Training:
         self.ranks = ranks
         self.step_log, self.eval_log = StepLog(folder.steps if ranks.first else None), EvalLog(folder.evals)
         self.last_eval_step: int | None = None
+        self.first_step = 0
         self.complete = False
         self.stop, self.divergence = StopRequest(ranks), StopOnDivergence(self.step_log, ranks)
 
@@ -267,7 +271,7 @@ class _Training:
 
     def _go_on(self, checkpoint: Path) -> int | None:
         """Take up the records of the run's first part; gives the step of the last evaluation."""
-        step = checkpoint_step(checkpoint)
+        step = self.first_step = checkpoint_step(checkpoint)
         before = self.folder.read_run()
         for key in ("started", "eval_before"):
             self.record[key] = before.get(key)
@@ -371,8 +375,11 @@ class _Training:
 
     def _print(self, summary: RunSummary) -> None:
         say = self.console.print
-        steps = "1 step" if summary.steps == 1 else f"{summary.steps:,} steps"
-        say(f"{steps} in {clock(summary.seconds)}, {summary.tokens_per_second:,.0f} tokens/s")
+        done = summary.steps - self.first_step
+        steps = "1 step" if done == 1 else f"{done:,} steps"
+        since = f" (from step {self.first_step + 1:,})" if self.first_step else ""
+        speed = f"{summary.tokens_per_second:,.0f} tokens/s after the first"
+        say(f"{steps}{since} in {clock(summary.seconds)}, {speed}")
         if summary.loss_last is not None:
             say(f"training loss {summary.loss_first:.4f} at the first step, {summary.loss_last:.4f} at the last")
         say(f"report: {summary.report}")

@@ -249,3 +249,16 @@ def test_trained_weights(tmp_path: Path) -> None:
     assert "adapters" not in {part["name"] for part in document["memory"]["device"]}
     saved, _, _ = plan(recipe_of(tmp_path, tmp_path / "model", "adapter.modules_to_save=[norm]"))
     assert saved["parameters"]["trained"] == 10_092_544 + 1024
+
+
+def test_what_training_would_refuse_is_refused_here(tmp_path: Path) -> None:
+    for key in ("adapter.experts", "adapter.router"):
+        with pytest.raises(InputError, match=rf"{key}: Qwen3ForCausalLM has no .* to adapt"):
+            plan(recipe_of(tmp_path, QWEN3_06B, f"{key}=true"))
+    assert plan(recipe_of(tmp_path, QWEN3_06B, "load.quantize=nf4"))[1]
+
+
+@pytest.mark.usefixtures("cpu_machine")
+def test_four_bits_need_a_card_in_a_plan_too(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="load.quantize: nf4 needs a CUDA card"):
+        plan(recipe_of(tmp_path, QWEN3_06B, "load.quantize=nf4"), None)

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.cost.hardware import Device
 from slipstream.errors import InputError
-from slipstream.step.choice import Circumstances, choose_mode
+from slipstream.step.choice import Circumstances, check_mode, choose_mode
 
 H200 = Device("cuda", "NVIDIA H200", 141 * 2**30, (9, 0), True, unified_memory=False)
 CPU = Device("cpu", "a processor", 16 * 2**30, None, False, unified_memory=True)
@@ -51,3 +51,12 @@ def test_named_modes_are_taken() -> None:
     assert choose_mode("compiled", replace(PLAIN, device=CPU))[0] == "compiled"
     with pytest.raises(InputError, match=r"train.mode compiled: no C"):
         choose_mode("compiled", replace(PLAIN, compiler="no C++ compiler was found"))
+
+
+def test_what_no_model_could_have_is_told_before_one_is_loaded() -> None:
+    with pytest.raises(InputError, match="train.mode captured: CUDA graphs need a CUDA device"):
+        check_mode("captured", CPU, packed=True)
+    with pytest.raises(InputError, match="train.mode compiled: batches are padded"):
+        check_mode("compiled", CPU, packed=False)
+    check_mode("auto", CPU, packed=False)
+    check_mode("eager", CPU, packed=True)

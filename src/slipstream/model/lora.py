@@ -248,6 +248,11 @@ def _taken_for_experts(model: "PreTrainedModel", names: list[str]) -> list[str]:
     return [name for name in names if name not in config.target_modules]
 
 
+def check_mixture(model: "PreTrainedModel", options: AdapterOptions) -> None:
+    """Raises ``InputError`` for adapters on experts or routers that the model has not; weights may be meta tensors."""
+    _routed_targets(model, options)
+
+
 def _routed_targets(model: "PreTrainedModel", options: AdapterOptions) -> tuple[list[str], list[str]]:
     """Modules and parameters of experts and routers that get an adapter, as ``options`` asks for."""
     modules: list[str] = []

@@ -28,14 +28,18 @@ INSTALL = "pip install 'slipstream[nf4]'"
 
 def check_quantize(quantize: Quantize, *, has_card: bool) -> None:
     """Raises ``InputError`` where a run can't train in four bits: no card, or bitsandbytes is missing."""
-    if quantize == "none":
-        return
-    if not has_card:
+    check_card(quantize, has_card=has_card)
+    if quantize != "none":
+        check_installed()
+
+
+def check_card(quantize: Quantize, *, has_card: bool) -> None:
+    """Raises ``InputError`` where the device can't hold four-bit weights."""
+    if quantize != "none" and not has_card:
         raise InputError(
             "load.quantize: nf4 needs a CUDA card, and there is none here; set load.quantize: none, with a smaller "
             "model if memory is short (slipstream doctor says why no card is seen)"
         )
-    check_installed()
 
 
 def check_installed() -> None:

@@ -6,6 +6,8 @@ from typing import Any
 from rich.console import Console
 
 from slipstream.model.load import load_tokenizer
+from slipstream.model.lora import check_mixture
+from slipstream.model.quantize import check_card
 from slipstream.plan.facts import Facts, Target, facts, skeleton, target
 from slipstream.plan.prediction import Gain, Prediction, choices, gains, predict
 from slipstream.plan.search import Remedy, remedies
@@ -22,7 +24,9 @@ def plan(recipe: Recipe, *, device: str | None, console: Console) -> tuple[dict[
     """
     quiet_libraries()
     aim = target(device)
+    check_card(recipe.load.quantize, has_card=aim.device.kind == "cuda")
     model = skeleton(recipe)
+    check_mixture(model, recipe.adapter)
     tokenizer = load_tokenizer(recipe.model, recipe.load)
     train = tokenised_set(recipe, recipe.data.train, tokenizer, console)
     held_out = tokenised_set(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None

@@ -38,5 +38,5 @@ def plan_line(plan: dict[str, Any]) -> str:
         return f"no prediction: {plan['missing']}"
     return (
         f"predicted: {bytes_text(plan['device_bytes'])} at the peak, {seconds_text(plan['step_seconds'])} a step, "
-        f"{time_text(plan['seconds'])} in all"
+        f"{time_text(plan['seconds'])} in all, compiling not counted"
     )

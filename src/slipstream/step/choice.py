@@ -58,6 +58,12 @@ def choose_mode(asked: ModeChoice, about: Circumstances) -> tuple[Mode, Decision
     return "eager", Decision("step", False, f"eager: {reason}")
 
 
+def check_mode(asked: ModeChoice, device: Device, *, packed: bool) -> None:
+    """Raises ``InputError`` for a named mode that no model could have on this device: told before one is loaded."""
+    known = Circumstances(device=device, packed=packed, attention="varlen", compiler=compiler_obstacle(device))
+    choose_mode(asked, known)
+
+
 def capture_obstacle(about: Circumstances) -> str | None:
     """What stands against recording the step, or None."""
     if about.device.kind != "cuda":
