@@ -260,5 +260,5 @@ def test_what_training_would_refuse_is_refused_here(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cpu_machine")
 def test_four_bits_need_a_card_in_a_plan_too(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="load.quantize: nf4 needs a CUDA card"):
+    with pytest.raises(InputError, match=r"load.quantize: nf4 needs a CUDA card"):
         plan(recipe_of(tmp_path, QWEN3_06B, "load.quantize=nf4"), None)

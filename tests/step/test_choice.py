@@ -54,9 +54,9 @@ def test_named_modes_are_taken() -> None:
 
 
 def test_what_no_model_could_have_is_told_before_one_is_loaded() -> None:
-    with pytest.raises(InputError, match="train.mode captured: CUDA graphs need a CUDA device"):
+    with pytest.raises(InputError, match=r"train.mode captured: CUDA graphs need a CUDA device"):
         check_mode("captured", CPU, packed=True)
-    with pytest.raises(InputError, match="train.mode compiled: batches are padded"):
+    with pytest.raises(InputError, match=r"train.mode compiled: batches are padded"):
         check_mode("compiled", CPU, packed=False)
     check_mode("auto", CPU, packed=False)
     check_mode("eager", CPU, packed=True)
