@@ -22,6 +22,7 @@ from slipstream.bench.statistics import bootstrap_interval, paired_differences
 from slipstream.device.ceilings import measure as measure_ceilings
 from slipstream.device.feed import PackedCollator
 from slipstream.errors import InputError
+from slipstream.memory.checkpointing import checkpoints
 from slipstream.memory.policy import ActivationsChoice
 from slipstream.step.choice import Mode
 from slipstream.train.train_step import TrainStep
@@ -108,7 +109,7 @@ def _measured(options: StepBench, shape: str, device: torch.device, rate: float,
     batch = {name: value.pin_memory() for name, value in batch.items()} if cuda else batch
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
-    recompute = any(getattr(m, "gradient_checkpointing", False) for m in base.modules())
+    recompute = checkpoints(base)
     parameters = multiplying_parameters(base)
     floor = floor_seconds(parameters, tokens, rate, recompute=recompute)
     row: dict[str, Any] = {

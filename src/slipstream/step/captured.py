@@ -12,6 +12,7 @@ reason; the caller goes on in another mode.
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,14 +47,19 @@ class CapturedStep:
     """Adds the gradients of one batch's mean loss to the parameters, by replaying a graph."""
 
     def __init__(
-        self, loss: Loss, parameters: Sequence[nn.Parameter], forget: Callable[[], None] = lambda: None
+        self,
+        loss: Loss,
+        parameters: Sequence[nn.Parameter],
+        forget: Callable[[], None] = lambda: None,
+        recording: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """``loss``: see ``Loss``; ``parameters``: what is trained, all on one CUDA device.
 
         ``forget``: drops whatever keeps the graph of an earlier forward. Autograd ties a parameter's node to the stream
         on which it was made, for as long as such a graph lives; a recording that meets a node of another stream fails.
+        ``recording``: the context in which a step is recorded; a replay needs none.
         """
-        self._loss, self._parameters, self._forget = loss, list(parameters), forget
+        self._loss, self._parameters, self._forget, self._recording = loss, list(parameters), forget, recording
         self._device = self._parameters[0].device
         self._gradients = [torch.zeros_like(p, requires_grad=False) for p in self._parameters]
         self._recorded: dict[BatchShape, _Recorded] = {}
@@ -68,7 +74,8 @@ class CapturedStep:
         ``InputError`` for a batch that has no fixed shape or for which memory runs out.
         """
         self._attach_gradients()
-        recorded = self._for(BatchShape.of(batch)) or self._record(BatchShape.of(batch), batch, learned)
+        shape = BatchShape.of(batch)
+        recorded = self._for(shape) or self._record(shape, batch, learned)
         recorded.batch.fill(batch, learned)
         recorded.graph.replay()
         return recorded.loss.clone()
@@ -115,11 +122,12 @@ class CapturedStep:
         static.fill(batch, learned)
         self._forget()
         try:
-            self._warm_up(static)
-            self._forget()
-            gc.collect()
-            torch.cuda.empty_cache()
-            recorded = self._capture(static)
+            with self._recording():
+                self._warm_up(static)
+                self._forget()
+                gc.collect()
+                torch.cuda.empty_cache()
+                recorded = self._capture(static)
         except torch.OutOfMemoryError as error:
             raise InputError(_no_memory(error, shape)) from error.with_traceback(None)
         except RuntimeError as error:

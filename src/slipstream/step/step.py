@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from slipstream.decision import Decision
+from slipstream.memory.checkpointing import checkpoints
 from slipstream.model.half_adapters import HalfAdapters
 from slipstream.step.captured import CapturedStep, CaptureError, Loss
 from slipstream.step.choice import Circumstances, Mode, ModeChoice, choose_mode, compile_obstacle
@@ -53,8 +54,8 @@ class Step:
         self._captured = None
         if self.mode == "captured":
             forget = (lambda: None) if self._adapters is None else self._adapters.forget
-            self._captured = CapturedStep(loss, self._parameters, forget)
-        if self._layers is not None and self._adapters is not None and _recomputes(base):
+            self._captured = CapturedStep(loss, self._parameters, forget, self.layers)
+        if self._layers is not None and self._adapters is not None and checkpoints(base):
             self._adapters.leave_last_uncompiled(base)
         self._settled = False
 
@@ -62,8 +63,7 @@ class Step:
         """The batch's summed loss divided by ``learned`` (0-d float32, detached); gradients are added to ``grad``."""
         if self._captured is not None:
             try:
-                with self.layers():
-                    return self._captured(batch, learned)
+                return self._captured(batch, learned)
             except CaptureError as error:
                 self._give_up_capture(str(error))
         self.settle(batch)
@@ -125,10 +125,6 @@ class Step:
         self.decisions = [decision, *(one for one in self.decisions if one.name != decision.name)]
         if self._on_change is not None:
             self._on_change(decision)
-
-
-def _recomputes(base: nn.Module) -> bool:
-    return any(getattr(module, "gradient_checkpointing", False) for module in base.modules())
 
 
 def _shortened(text: str) -> str:
