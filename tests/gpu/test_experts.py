@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from slipstream.bench import experts as experts_bench
 from slipstream.bench.experts import ExpertsBench
@@ -16,6 +18,7 @@ from slipstream.data.packing import pack_dataset
 from slipstream.device.feed import PackedCollator
 from slipstream.model.experts import ExpertsForward, grouped_experts, looped_experts
 from slipstream.model.experts_choice import find_experts
+from slipstream.model.experts_gate import fuses_gate
 from slipstream.model.experts_products import grouped_product
 from slipstream.model.lora import AdapterOptions, add_adapter
 from slipstream.model.routing import route
@@ -129,6 +132,40 @@ def test_the_same_bits_every_time(function: ExpertsForward) -> None:
     index = choices(2000, 4, range(8))
     first, second = (computed(function, module, index, torch.bfloat16) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("slots", "inner"), [(300, 2880), (5, 100), (1, 1024)])
+def test_the_fused_gate_is_gpt_oss_s(slots: int, inner: int, dtype: torch.dtype) -> None:
+    """Against the module's own in float64, clamps in play on both sides, on dirty memory."""
+    from slipstream.model.gate_kernels import clamped_gate  # needs Triton
+
+    draw = torch.Generator("cuda").manual_seed(0)
+    up = (torch.randn(slots, 2 * inner, generator=draw, device="cuda") * 6).to(dtype).requires_grad_()
+    bias = (torch.randn(3, 2 * inner, generator=draw, device="cuda") * 2).to(dtype)
+    grad = torch.randn(slots, inner, generator=draw, device="cuda").to(dtype)
+    expert = torch.randint(0, 3, (slots,), generator=draw, device="cuda", dtype=torch.int32).sort().values
+    dirty()
+    out = clamped_gate(up, bias, expert, 1.702, 7.0)
+    out.backward(grad)
+    exact = up.detach().double().requires_grad_()
+    halves = exact + bias.double()[expert.long()]
+    assert all(((side > 7) | (side < -7)).any() for side in (halves[..., ::2], halves[..., 1::2]))
+    own = GptOssExperts._apply_gate(SimpleNamespace(alpha=1.702, limit=7.0), halves)
+    own.backward(grad.double())
+    rounding = 1e-5 if dtype == torch.float32 else 5e-3
+    assert (out - own).norm() <= rounding * own.norm()
+    assert (up.grad - exact.grad).norm() <= max(rounding, 1e-3) * exact.grad.norm()  # a tie at a clamp may differ
+
+
+def test_where_the_gate_is_fused() -> None:
+    slots = torch.zeros(1, 256, device="cuda")
+    experts = next(iter(find_experts(mixture("gpt_oss")).values())).requires_grad_(False)
+    assert fuses_gate(experts, slots)
+    assert not fuses_gate(experts, slots.cpu())
+    experts.gate_up_proj_bias.requires_grad_(True)
+    assert not fuses_gate(experts, slots)
+    assert not fuses_gate(next(iter(find_experts(mixture("mixtral")).values())), slots)
 
 
 def test_float32_is_looped_and_exact() -> None:

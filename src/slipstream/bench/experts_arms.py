@@ -7,6 +7,9 @@ Differences are relative to the norm. A layer's arms differ by rounding alone. I
 rounding decides near-ties between experts otherwise, layer after layer (with random routers a few tokens in a hundred),
 so the limit there is wide: it tells a result of something else, which is as far away as the gradient is long. That the
 arms compute the same is proven on the layer.
+
+Whole steps of ours are the trainer's own, uncompiled: its loss in chunks and its adapters in half precision, whatever
+the experts. transformers' are peft's adapters under autocast and the loss of whole logits.
 """
 
 import gc
@@ -32,6 +35,9 @@ from slipstream.device.feed import PackedCollator
 from slipstream.device.segments import Segments
 from slipstream.model.experts import ExpertsForward, grouped_experts, looped_experts
 from slipstream.model.experts_choice import ExpertsChoice, find_experts
+from slipstream.model.half_adapters import HalfAdapters
+from slipstream.train.forward import BatchLoss
+from slipstream.train.loss import learned_tokens
 from slipstream.transform import Options, apply, restore
 
 REFERENCE, SORTED, GROUPED = ROUTINGS
@@ -236,32 +242,63 @@ def _steps(case: StepCase, bench: Workbench) -> dict[str, PackedStep]:
         return {**tensors, "segments": segments.pin_memory() if case.device.type == "cuda" else segments}
 
     attention = "sdpa" if bench.base._supports_sdpa else "eager"
+    halves = _Halves(bench)
     ours: dict[str, Callable[[], None]] = {
-        REFERENCE: partial(_install_reference, bench.model),
-        SORTED: partial(_install_ours, bench.model, "loop"),
-        GROUPED: partial(_install_ours, bench.model, "grouped"),
+        REFERENCE: partial(_install_reference, bench.model, halves),
+        SORTED: partial(_install_ours, bench.model, halves, "loop"),
+        GROUPED: partial(_install_ours, bench.model, halves, "grouped"),
     }
     stock: dict[str, Callable[[], None]] = {
-        STOCK_GROUPED: partial(_install_stock, bench, attention, "grouped_mm"),
-        STOCK_EAGER: partial(_install_stock, bench, attention, "eager"),
+        STOCK_GROUPED: partial(_install_stock, bench, halves, attention, "grouped_mm"),
+        STOCK_EAGER: partial(_install_stock, bench, halves, attention, "eager"),
     }
     return {
-        **{name: PackedStep(bench, install, packed) for name, install in ours.items()},
+        **{name: OurStep(bench, install, packed) for name, install in ours.items()},
         **{name: PackedStep(bench, install, partial(dict, tensors)) for name, install in stock.items()},
     }
 
 
-def _install_ours(model: nn.Module, experts: ExpertsChoice) -> None:
+@dataclass(eq=False)
+class OurStep(PackedStep):
+    """A step with the trainer's own loss: logits a chunk of tokens at a time."""
+
+    def forward(self) -> None:
+        """The mean loss of the batch's learned tokens."""
+        loss = BatchLoss(self.bench.model, lambda _: self.bench.autocast())
+        total, _ = loss(self.bench.model, self.inputs)
+        self.loss = total / learned_tokens(self.inputs["labels"])
+
+
+@dataclass(eq=False)
+class _Halves:
+    """The trainer's adapters in half precision, on while an arm of ours runs."""
+
+    bench: Workbench
+    adapters: HalfAdapters | None = None
+
+    def on(self) -> None:
+        if self.adapters is None:
+            self.adapters, _ = HalfAdapters.attach(self.bench.base, self.bench.dtype)
+
+    def off(self) -> None:
+        if self.adapters is not None:
+            self.adapters.detach()
+            self.adapters = None
+
+
+def _install_ours(model: nn.Module, halves: _Halves, experts: ExpertsChoice) -> None:
     apply(model, Options(experts=experts, activations="recompute"))
+    halves.on()
 
 
-def _install_reference(model: nn.Module) -> None:
-    _install_ours(model, "loop")
+def _install_reference(model: nn.Module, halves: _Halves) -> None:
+    _install_ours(model, halves, "loop")
     use_where(model)
 
 
-def _install_stock(bench: Workbench, attention: str, experts: str) -> None:
+def _install_stock(bench: Workbench, halves: _Halves, attention: str, experts: str) -> None:
     """The model as transformers runs it, with the same layers recomputed."""
+    halves.off()
     restore(bench.model)
     bench.base.set_attn_implementation(attention)
     bench.base.set_experts_implementation(experts)

@@ -2,8 +2,9 @@
 
     1. route     ``routing.route``             which slots are whose; once a layer
     2. gather    ``Routing.gather``            tokens → slots
-    3. up        ``_project``, ``_activate``   products with each expert's matrix, its bias, its adapters; the gate
-    4. down      ``_project``
+    3. up        ``_project``, ``_biased``     products with each expert's matrix, its adapters, its bias
+                 ``activate``                  the gate; gpt-oss's with its bias in one kernel (``experts_gate.py``)
+    4. down      ``_project``, ``_biased``
     5. combine   ``Routing.combine``           weighted sum, slots → tokens
 
 Adapters are products of low rank over the same slots, added to the base's: neither W + ΔW nor anything else of the
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from slipstream.model.experts_gate import biased_gate, fuses_gate
 from slipstream.model.experts_products import ALIGNMENT, grouped_product, sliced_product
 from slipstream.model.routing import Routing, route
 
@@ -95,28 +97,35 @@ def _run(
     multiply: Product,
     adapters: AdaptersOf,
 ) -> torch.Tensor:
-    project = partial(_project, module, routing, multiply, adapters)
+    project = partial(_project, module, multiply, adapters)
     x_SH = routing.gather(hidden_states.flatten(0, -2).to(computes_in(module)))
-    inner_SI = activate(module, project(up_name(module), x_SH))
-    y_SH = project("down_proj", inner_SI)
+    if fuses_gate(module, x_SH):
+        inner_SI = biased_gate(module, project("gate_up_proj", x_SH), routing)
+    else:
+        name = up_name(module)
+        inner_SI = activate(module, _biased(module, routing, multiply, name, project(name, x_SH)))
+    y_SH = _biased(module, routing, multiply, "down_proj", project("down_proj", inner_SI))
     if getattr(module, "has_post_expert_norm", False):
         y_SH = module.post_expert_norm(y_SH)
     return routing.combine(y_SH, top_k_weights).to(hidden_states.dtype).view_as(hidden_states)
 
 
-def _project(
-    module: Any, routing: Routing, multiply: Product, adapters: AdaptersOf, name: str, x_SI: torch.Tensor
-) -> torch.Tensor:
-    """One stack of matrices with its adapters and bias, [S, O]."""
+def _project(module: Any, multiply: Product, adapters: AdaptersOf, name: str, x_SI: torch.Tensor) -> torch.Tensor:
+    """One stack of matrices with its adapters, [S, O]."""
     y_SO = multiply(x_SI, matrices(module, name, x_SI.dtype))
     for adapter in adapters(name, x_SI.dtype):
         y_SO += multiply(multiply(x_SI, adapter.a) * adapter.scale, adapter.b)
+    return y_SO
+
+
+def _biased(module: Any, routing: Routing, multiply: Product, name: str, y_SO: torch.Tensor) -> torch.Tensor:
+    """Slots with their expert's bias, where the module has any, added in place."""
     if not module.has_bias:
         return y_SO
-    bias_EO = getattr(module, f"{name}_bias").to(x_SI.dtype)
+    bias_EO = getattr(module, f"{name}_bias").to(y_SO.dtype)
     if not bias_EO.requires_grad:
         return y_SO.add_(bias_EO.index_select(0, routing.expert))
-    return y_SO.add_(_trained_bias(bias_EO, multiply, len(x_SI)))
+    return y_SO.add_(_trained_bias(bias_EO, multiply, len(y_SO)))
 
 
 def _trained_bias(bias_EO: torch.Tensor, multiply: Product, slots: int) -> torch.Tensor:

@@ -66,11 +66,6 @@ class HalfAdapters:
             for attribute in ("forward", HALVES, NAME):
                 vars(layer).pop(attribute, None)
 
-    def forget(self) -> None:
-        """Drop the copies and the graph behind them, until the next forward."""
-        for layer in self.layers:
-            vars(layer)[HALVES] = None
-
     def leave_last_uncompiled(self, base: Any) -> int:
         """Keep each decoder layer's last adapter out of compiled code, and give how many there are.
 
@@ -92,6 +87,13 @@ class HalfAdapters:
             halves = iter(cast(self.dtype, *masters))
             for layer in self.layers:
                 vars(layer)[HALVES] = (next(halves), next(halves))
+
+
+def forget_copies(base: nn.Module) -> None:
+    """Drop a model's half-precision copies and the graph behind them, until its next forward, whoever attached them."""
+    for module in base.modules():
+        if HALVES in vars(module):
+            vars(module)[HALVES] = None
 
 
 def _plain_layers(base: nn.Module) -> tuple[list[nn.Module], int]:

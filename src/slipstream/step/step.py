@@ -7,6 +7,7 @@ installed on the model for it (compiled layers, half-precision adapters) is take
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from slipstream.decision import Decision
 from slipstream.memory.checkpointing import checkpoints
-from slipstream.model.half_adapters import HalfAdapters
+from slipstream.model.half_adapters import HalfAdapters, forget_copies
 from slipstream.step.captured import CapturedStep, CaptureError, Loss
 from slipstream.step.choice import Circumstances, Mode, ModeChoice, choose_mode, compile_obstacle
 from slipstream.step.regional import CompiledLayers
@@ -53,8 +54,7 @@ class Step:
         self._parameters = list(parameters)
         self._captured = None
         if self.mode == "captured":
-            forget = (lambda: None) if self._adapters is None else self._adapters.forget
-            self._captured = CapturedStep(loss, self._parameters, forget, self.layers)
+            self._captured = CapturedStep(loss, self._parameters, partial(forget_copies, base), self.layers)
         if self._layers is not None and self._adapters is not None and checkpoints(base):
             self._adapters.leave_last_uncompiled(base)
         self._settled = False
