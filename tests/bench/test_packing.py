@@ -13,6 +13,7 @@ from slipstream.bench.packing import PackingBench, compare, csv_rows, predicted_
 from slipstream.bench.packing_arms import (
     BACKWARD,
     FORWARD,
+    LAYER,
     OURS,
     ResultsDifferError,
     Workbench,
@@ -79,7 +80,7 @@ def test_prediction_follows_from_what_a_rebuild_adds(result) -> None:
 
 
 def test_what_a_rebuild_adds_is_the_paired_difference() -> None:
-    times = {"layer-slipstream": {WHOLE: [1.0, 5.0, 2.0]}, "layer-wasteful-loop": {WHOLE: [3.0, 6.0, 8.0]}}
+    times = {"layer-slipstream": {LAYER: [1.0, 5.0, 2.0]}, "layer-wasteful-loop": {LAYER: [3.0, 6.0, 8.0]}}
     case = SimpleNamespace(kinds=["loop"], bench=SimpleNamespace(layers=4))
     assert packing._added_by_rebuilding(case, times) == {"loop": 0.5}  # the median of 2, 1 and 6 over four layers
 

@@ -25,6 +25,7 @@ from slipstream.bench.harness import WHOLE, Arm, Times, clock_for, measure
 from slipstream.bench.packing_arms import (
     BACKWARD,
     FORWARD,
+    LAYER,
     OURS,
     STOCK,
     LayerCalls,
@@ -90,8 +91,8 @@ class PackingBench:
     """``layer``: builds and one decoder layer; ``all``: training steps as well."""
     rounds: int | None = None
     """Timed rounds; 20 on a card, else 5."""
-    warmup: int = 3
-    """Untimed rounds before them."""
+    warmup: int = 2
+    """Untimed rounds before them; the proof that arms agree has run each of them twice by then."""
     layers: int | None = None
     """Fewer layers than the shapes have."""
 
@@ -257,7 +258,7 @@ def _build_costs(case: Case, times: Times) -> dict[str, float]:
 def _layer_costs(case: Case, times: Times) -> dict[str, float]:
     """Median seconds of one layer's forward, by arm."""
     return {
-        name.removeprefix("layer-"): _median(values[WHOLE]) / case.bench.layers
+        name.removeprefix("layer-"): _median(values[LAYER]) / case.bench.layers
         for name, values in times.items()
         if name.startswith("layer-")
     }
@@ -265,9 +266,9 @@ def _layer_costs(case: Case, times: Times) -> dict[str, float]:
 
 def _added_by_rebuilding(case: Case, times: Times) -> dict[str, float]:
     """Median seconds that rebuilding adds to one layer's forward, by reference: the formula's s."""
-    kept = times[f"layer-{OURS}"][WHOLE]
+    kept = times[f"layer-{OURS}"][LAYER]
     return {
-        kind: _median(paired_differences(times[f"layer-wasteful-{kind}"][WHOLE], kept)) / case.bench.layers
+        kind: _median(paired_differences(times[f"layer-wasteful-{kind}"][LAYER], kept)) / case.bench.layers
         for kind in case.kinds
     }
 

@@ -27,6 +27,8 @@ from slipstream.train.loss import learned_tokens, summed_cross_entropy
 from slipstream.transform import Options, apply, base_model, restore
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+LAYER = "layer"
+"""The timed part of ``LayerCalls``."""
 STOCK, OURS = "stock", "slipstream"
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 0.15}
 """How far two arms' losses and gradients may differ, relative to their spread; a leak between documents is near 1."""
@@ -140,30 +142,36 @@ class LayerCalls:
     step: PackedStep
     call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     """Positional and keyword arguments of the layer's call in the arm's forward."""
+    last: torch.Tensor | None = None
+    """What the last call gave, and with it the graph of all."""
 
     def arm(self) -> Arm:
-        """The calls as the harness times them; forward only, graphs as in training."""
-        return Arm({"layer": self.run}, self.prepare)
+        """The calls as the harness times them, forward only. The graphs of L layers take the host long to drop, which
+        a forward that a backward follows does not do: a part of its own."""
+        return Arm({LAYER: self.run, "drop": self.drop}, self.prepare)
 
     def prepare(self) -> None:
         """Switch to the arm and see how its forward calls the layer."""
-        self.step.prepare()
         hook = self._layer().register_forward_pre_hook(self._keep, with_kwargs=True)
         try:
-            with torch.no_grad():
-                self.step.logits()
+            self.step.prepare()
         finally:
             hook.remove()
         assert self.call[0], "the layer was not called with its hidden states in place"
 
+    def drop(self) -> None:
+        """Forget the graph: no backward follows."""
+        self.last = None
+
     def run(self) -> None:
-        """L calls; the graph they leave behind is dropped at the end, as no backward follows."""
+        """L calls, each with a graph behind it, as in training."""
         (hidden, *others), named = self.call
         layer, hidden = self._layer(), hidden.detach().requires_grad_()
         with self.step.bench.autocast():
             for _ in range(self.step.bench.layers):
                 out = layer(hidden, *others, **named)
                 hidden = out[0] if isinstance(out, tuple) else out
+        self.last = hidden
 
     def _layer(self) -> torch.nn.Module:
         layer: torch.nn.Module = self.step.bench.base.get_decoder().layers[0]
