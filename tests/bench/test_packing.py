@@ -72,7 +72,10 @@ def test_prediction_follows_from_what_a_rebuild_adds(result) -> None:
         assert len(found) == 9
         assert row["builds"]["rebuild-loop"] > row["builds"]["metadata"] * 0.2 > 0
         added = row["rebuild_adds"]["loop"]
-        whole = (2 * LAYERS - 1 if row["recompute"] else LAYERS - 1) * added
+        again = row["rebuild_adds_to_recompute"]["loop"] if row["recompute"] else 0.0
+        whole = (LAYERS - 1) * added + LAYERS * again
+        assert row["recompute"] == ("rebuild_adds_to_recompute" in row)
+        assert found["wasteful-loop", BACKWARD]["predicted_seconds"] == pytest.approx(LAYERS * again)
         assert found["wasteful-loop", FORWARD]["predicted_seconds"] == pytest.approx((LAYERS - 1) * added)
         assert found["wasteful-loop", WHOLE]["predicted_seconds"] == pytest.approx(whole)
         assert found["stock", WHOLE]["predicted_seconds"] is found["stock", WHOLE]["holds"] is None
@@ -82,7 +85,9 @@ def test_prediction_follows_from_what_a_rebuild_adds(result) -> None:
 def test_what_a_rebuild_adds_is_the_paired_difference() -> None:
     times = {"layer-slipstream": {LAYER: [1.0, 5.0, 2.0]}, "layer-wasteful-loop": {LAYER: [3.0, 6.0, 8.0]}}
     case = SimpleNamespace(kinds=["loop"], bench=SimpleNamespace(layers=4))
-    assert packing._added_by_rebuilding(case, times) == {"loop": 0.5}  # the median of 2, 1 and 6 over four layers
+    assert packing._added_by_rebuilding(case, times, LAYER) == {
+        "loop": 0.5
+    }  # the median of 2, 1 and 6 over four layers
 
 
 def test_one_layer_is_timed_alone(result) -> None:
@@ -98,7 +103,7 @@ def test_document_says_what_was_measured(result) -> None:
     assert (llama["saved_seconds"], qwen["saved_seconds"]) == (0.199, 0.319)
     # the published predictions are the formula on the published mask build
     for model in (llama, qwen):
-        seconds = predicted_saving(WHOLE, model["layers"], result["published"]["mask_seconds"], False)
+        seconds = predicted_saving(WHOLE, model["layers"], result["published"]["mask_seconds"])
         assert seconds == pytest.approx(model["predicted_seconds"], rel=0.005)
     assert big["gain"] == {FORWARD: 0.433, BACKWARD: 0.058, WHOLE: 0.143}
 
@@ -165,9 +170,9 @@ def test_nothing_predicted_nothing_judged() -> None:
 
 
 def test_recompute_builds_once_more_a_layer() -> None:
-    parts = {part: predicted_saving(part, 16, 0.0137, True) for part in (FORWARD, BACKWARD, WHOLE)}
+    parts = {part: predicted_saving(part, 16, 0.0137, 0.0137) for part in (FORWARD, BACKWARD, WHOLE)}
     assert parts == pytest.approx({FORWARD: 15 * 0.0137, BACKWARD: 16 * 0.0137, WHOLE: 31 * 0.0137})
-    assert predicted_saving(BACKWARD, 16, 0.0137, False) == 0
+    assert predicted_saving(BACKWARD, 16, 0.0137) == 0
 
 
 @pytest.mark.parametrize(

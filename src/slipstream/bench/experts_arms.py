@@ -262,10 +262,17 @@ def _steps(case: StepCase, bench: Workbench) -> dict[str, PackedStep]:
 class OurStep(PackedStep):
     """A step with the trainer's own loss: logits a chunk of tokens at a time."""
 
+    batch_loss: BatchLoss | None = None
+
+    def prepare(self) -> None:
+        """Switch to this arm, with a loss that has tried the model's head."""
+        super().prepare()
+        self.batch_loss = self.batch_loss or BatchLoss(self.bench.model, lambda _: self.bench.autocast())
+
     def forward(self) -> None:
         """The mean loss of the batch's learned tokens."""
-        loss = BatchLoss(self.bench.model, lambda _: self.bench.autocast())
-        total, _ = loss(self.bench.model, self.inputs)
+        assert self.batch_loss is not None
+        total, _ = self.batch_loss(self.bench.model, self.inputs)
         self.loss = total / learned_tokens(self.inputs["labels"])
 
 

@@ -6,6 +6,7 @@ short rows predict the longest one, and tries step down from there.
 """
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -126,4 +127,11 @@ def predicted_tokens(peaks: list[tuple[int, int]], cap_bytes: int) -> int:
 
 
 def _head(bench: Bench, shape: str, cap_bytes: int) -> dict[str, Any]:
-    return {"part": "longest", "shape": shape, "layers": bench.layers, "mode": bench.mode, "cap_bytes": cap_bytes}
+    return {
+        "part": "longest",
+        "shape": shape,
+        "layers": bench.layers,
+        "mode": bench.mode,
+        "cap_bytes": cap_bytes,
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "as PyTorch sets it"),
+    }

@@ -4,10 +4,10 @@ For each shape, row, attention choice and kind of activations, arms take turns o
 position ids; boundaries and mask rebuilt in every layer (two references, ``wasteful.py``); Slipstream. In the same
 rounds stand-alone arms time L calls of one decoder layer, with the structure kept and rebuilt each time: the
 difference, what a rebuild adds to a layer with the waits it forces, is the formula's s. From it follows the prediction,
-(L − 1) · s and with recompute (2L − 1) · s; beside it stands what was saved in forward, backward and whole step. (The
-builds by themselves are timed too; back to back they cost less than in a layer, where a wait also lets the device run
-dry until the host has launched what follows, so that they predict too little.) All arms are first proven to compute
-the same.
+(L − 1) · s and with recompute (2L − 1) · s, where the L rebuilds of the recompute have an s of their own; beside it
+stands what was saved in forward, backward and whole step. (The builds by themselves are timed too; back to back they
+cost less than in a layer, where a wait also lets the device run dry until the host has launched what follows, so that
+they predict too little.) All arms are first proven to compute the same.
 
 A case that can't run here (an attention choice refused, dense masks that don't fit) is a row with the reason.
 """
@@ -26,6 +26,7 @@ from slipstream.bench.packing_arms import (
     BACKWARD,
     FORWARD,
     LAYER,
+    LAYER_BACKWARD,
     OURS,
     STOCK,
     LayerCalls,
@@ -38,7 +39,7 @@ from slipstream.bench.packing_fit import default_tokens, refuse_what_does_not_fi
 from slipstream.bench.shapes import random_documents, shape_config
 from slipstream.bench.statistics import Verdict, bootstrap_interval, paired_differences
 from slipstream.bench.wasteful import Kind, PackedRow, choices, kinds, rebuild
-from slipstream.cost.estimate import packing_saved_forward, packing_saved_seconds
+from slipstream.cost.estimate import packing_saved_forward
 from slipstream.device.segments import Segments
 from slipstream.errors import InputError
 from slipstream.transform import Options, apply, restore
@@ -197,15 +198,18 @@ def _measured(case: Case, options: PackingBench) -> dict[str, Any]:
     row: dict[str, Any] = {**case.name(), "dtype": str(case.bench.dtype).removeprefix("torch.")}
     steps = packed_steps(case.bench, case.documents, case.tokens, case.choice, case.kinds)
     row["arms"] = prove_equal(steps)
-    arms = {**build_arms(case), **layer_arms(steps)}
+    arms = {**build_arms(case), **layer_arms(steps, case.recompute)}
     if options.part == "all":
         arms |= {name: step.arm() for name, step in steps.items()}
     times = measure(arms, rounds, options.warmup, clock)
     _drop_batches(steps.values())
     row["builds"], row["layer"] = _build_costs(case, times), _layer_costs(case, times)
-    row["rebuild_adds"] = _added_by_rebuilding(case, times)
+    row["rebuild_adds"] = _added_by_rebuilding(case, times, LAYER)
+    if case.recompute:
+        row["rebuild_adds_to_recompute"] = _added_by_rebuilding(case, times, LAYER_BACKWARD)
     if options.part == "all":
-        row["comparisons"] = _comparisons(case, times, row["rebuild_adds"])
+        again = row.get("rebuild_adds_to_recompute", dict.fromkeys(case.kinds, 0.0))
+        row["comparisons"] = _comparisons(case, times, row["rebuild_adds"], again)
         for name in steps:
             row["arms"][name]["seconds"] = {part: _rounded(values) for part, values in times[name].items()}
     return row
@@ -239,9 +243,9 @@ def build_arms(case: Case) -> dict[str, Arm]:
     return arms
 
 
-def layer_arms(steps: Mapping[str, PackedStep]) -> dict[str, Arm]:
+def layer_arms(steps: Mapping[str, PackedStep], recompute: bool) -> dict[str, Arm]:
     """One decoder layer L times over, as each arm calls it: with its structure kept, and rebuilt each time."""
-    return {f"layer-{name}": LayerCalls(step).arm() for name, step in steps.items() if name != STOCK}
+    return {f"layer-{name}": LayerCalls(step, recompute).arm() for name, step in steps.items() if name != STOCK}
 
 
 def _position_ids(case: Case) -> torch.Tensor:
@@ -264,11 +268,11 @@ def _layer_costs(case: Case, times: Times) -> dict[str, float]:
     }
 
 
-def _added_by_rebuilding(case: Case, times: Times) -> dict[str, float]:
-    """Median seconds that rebuilding adds to one layer's forward, by reference: the formula's s."""
-    kept = times[f"layer-{OURS}"][LAYER]
+def _added_by_rebuilding(case: Case, times: Times, part: str) -> dict[str, float]:
+    """Median seconds that rebuilding adds to one layer's forward or backward, by reference: the formula's s."""
+    kept = times[f"layer-{OURS}"][part]
     return {
-        kind: _median(paired_differences(times[f"layer-wasteful-{kind}"][LAYER], kept)) / case.bench.layers
+        kind: _median(paired_differences(times[f"layer-wasteful-{kind}"][part], kept)) / case.bench.layers
         for kind in case.kinds
     }
 
@@ -276,21 +280,30 @@ def _added_by_rebuilding(case: Case, times: Times) -> dict[str, float]:
 # Prediction and measurement
 
 
-def _comparisons(case: Case, times: Times, adds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Each other arm against ours, in forward, backward and the whole step."""
+def _comparisons(
+    case: Case, times: Times, adds: Mapping[str, float], again: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Each other arm against ours, in forward, backward and the whole step.
+
+    ``adds``, ``again``: seconds that a rebuild adds to a layer's forward, and to its recompute, by reference.
+    """
     found = []
     for kind in case.kinds:
         for part in (FORWARD, BACKWARD, WHOLE):
-            predicted = predicted_saving(part, case.bench.layers, adds[kind], case.recompute)
+            predicted = predicted_saving(part, case.bench.layers, adds[kind], again[kind])
             found.append(compare(times, f"wasteful-{kind}", part, predicted))
     return found + [compare(times, STOCK, part, None) for part in (FORWARD, BACKWARD, WHOLE)]
 
 
-def predicted_saving(part: str, layers: int, build_seconds: float, recompute: bool) -> float:
-    """Seconds that building once saves in a part of the step."""
+def predicted_saving(part: str, layers: int, build_seconds: float, again_seconds: float = 0.0) -> float:
+    """Seconds that building once saves in a part of the step: (L − 1) · s forward, L · s' where layers are recomputed.
+
+    Where a rebuild costs the recompute what it costs the forward, the whole is the published (2L − 1) · s.
+    ``again_seconds``: s', 0 without recompute.
+    """
     forward = packing_saved_forward(layers, build_seconds)
-    whole = packing_saved_seconds(layers, build_seconds, recompute=recompute)
-    return {FORWARD: forward, BACKWARD: whole - forward, WHOLE: whole}[part]
+    backward = layers * again_seconds
+    return {FORWARD: forward, BACKWARD: backward, WHOLE: forward + backward}[part]
 
 
 def compare(times: Times, other: str, part: str, predicted: float | None) -> dict[str, Any]:

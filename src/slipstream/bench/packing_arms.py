@@ -27,8 +27,8 @@ from slipstream.train.loss import learned_tokens, summed_cross_entropy
 from slipstream.transform import Options, apply, base_model, restore
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-LAYER = "layer"
-"""The timed part of ``LayerCalls``."""
+LAYER, LAYER_BACKWARD = "layer", "layer backward"
+"""The timed parts of ``LayerCalls``."""
 STOCK, OURS = "stock", "slipstream"
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 0.15}
 """How far two arms' losses and gradients may differ, relative to their spread; a leak between documents is near 1."""
@@ -137,18 +137,24 @@ class PackedStep:
 
 @dataclass(eq=False)
 class LayerCalls:
-    """The first decoder layer, called as an arm's forward calls it, L times: each on what the call before gave."""
+    """The first decoder layer, called as an arm's forward calls it, L times: each on what the call before gave.
+
+    Where layers are recomputed, the backward through all of them is timed too: a rebuild inside it costs more than one
+    in the forward, since the host has more to launch until the device is busy again.
+    """
 
     step: PackedStep
+    recompute: bool
     call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     """Positional and keyword arguments of the layer's call in the arm's forward."""
     last: torch.Tensor | None = None
     """What the last call gave, and with it the graph of all."""
 
     def arm(self) -> Arm:
-        """The calls as the harness times them, forward only. The graphs of L layers take the host long to drop, which
-        a forward that a backward follows does not do: a part of its own."""
-        return Arm({LAYER: self.run, "drop": self.drop}, self.prepare)
+        """The calls as the harness times them. Dropping the graphs of L layers takes the host long, and is nothing that
+        a forward does before its backward: a part of its own."""
+        middle = {LAYER_BACKWARD: self.backward} if self.recompute else {}
+        return Arm({LAYER: self.run, **middle, "drop": self.drop}, self.prepare)
 
     def prepare(self) -> None:
         """Switch to the arm and see how its forward calls the layer."""
@@ -159,9 +165,15 @@ class LayerCalls:
             hook.remove()
         assert self.call[0], "the layer was not called with its hidden states in place"
 
+    def backward(self) -> None:
+        """Back through all calls, each recomputed."""
+        assert self.last is not None
+        self.last.backward(torch.ones_like(self.last))  # type: ignore[no-untyped-call]
+
     def drop(self) -> None:
-        """Forget the graph: no backward follows."""
+        """Forget graph and gradients."""
         self.last = None
+        self.step.bench.optimizer.zero_grad(set_to_none=True)
 
     def run(self) -> None:
         """L calls, each with a graph behind it, as in training."""
