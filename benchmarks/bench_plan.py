@@ -102,7 +102,7 @@ def trained(options: argparse.Namespace, config: Any, rows: list[list[dict[str, 
     from transformers import AutoModelForCausalLM, TrainingArguments
 
     import slipstream
-    from slipstream.bench.shapes import bench_dtype
+    from slipstream.bench.shapes import bench_dtype, hold_in_four_bits
     from slipstream.model.lora import AdapterOptions, add_adapter
     from slipstream.transform import applied
 
@@ -111,7 +111,7 @@ def trained(options: argparse.Namespace, config: Any, rows: list[list[dict[str, 
     with device:
         base = AutoModelForCausalLM.from_config(config, dtype=bench_dtype(device))
     if options.nf4:
-        in_nf4(base)
+        hold_in_four_bits(base)
     model = add_adapter(base, AdapterOptions(rank=16, alpha=16), seed=0)
     compute = bench_dtype(device)
     asked = slipstream.Options(activations=options.activations, tokens=options.tokens, compute_dtype=compute)
@@ -157,26 +157,6 @@ def trained(options: argparse.Namespace, config: Any, rows: list[list[dict[str, 
         "split": hung.split,
         "decisions": [str(decision) for decision in [*slipstream.decisions(model), *told]],
     }
-
-
-def in_nf4(base: Any) -> None:
-    """The decoder's linear layers in NF4 with doubly quantised scales, one at a time."""
-    import bitsandbytes as bnb
-    import torch
-    from torch import nn
-
-    for parent in list(base.get_decoder().modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear:
-                continue
-            shape, bias = (child.in_features, child.out_features), child.bias is not None
-            made = bnb.nn.Linear4bit(*shape, bias=bias, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta")
-            weight = child.weight.data.to("cpu")
-            made.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True)
-            if bias:
-                made.bias = nn.Parameter(child.bias.data.to("cpu"), requires_grad=False)
-            setattr(parent, name, made.to(child.weight.device))
-            del child
 
 
 def predicted(

@@ -31,33 +31,6 @@ from typing import Any
 
 from slipstream.bench.shapes import SHAPES
 
-MORE_SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 12288,
-        "vocab_size": 151936,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 40960,
-    },
-    "qwen3-32b": {
-        "model_type": "qwen3",
-        "hidden_size": 5120,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 25600,
-        "vocab_size": 151936,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 40960,
-    },
-}
-ALL_SHAPES: dict[str, Any] = {**SHAPES, **MORE_SHAPES}
 BARS = {"lora": 0.95, "full": 0.85}
 """The least tokens/s a GPU against the smallest count."""
 WARM_UP, PROFILED = 3, 3
@@ -91,7 +64,7 @@ def arguments() -> argparse.Namespace:
     cards = torch.cuda.device_count()
     counts = [count for count in (1, 2, 4, 8) if count <= max(cards, 2)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-8b" if cards else "tiny", choices=ALL_SHAPES)
+    parser.add_argument("--model", default="qwen3-8b" if cards else "tiny", choices=SHAPES)
     parser.add_argument("--train", default="lora", choices=["lora", "full"])
     parser.add_argument("--sharding", default="none", choices=["none", "fsdp2"])
     parser.add_argument("--processes", type=numbers, default=counts, help="counts, separated by commas")
@@ -219,7 +192,7 @@ def model_of(options: argparse.Namespace) -> Any:
     from slipstream.model.lora import AdapterOptions, add_adapter
 
     card = torch.cuda.is_available()
-    shape = dict(ALL_SHAPES[options.model])
+    shape = dict(SHAPES[options.model])
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
     config.num_hidden_layers = options.layers or config.num_hidden_layers
     if getattr(config, "layer_types", None):
@@ -239,7 +212,7 @@ def rows_of(options: argparse.Namespace, ranks: int, steps: int) -> list[dict[st
 
     rows = []
     for seed in range((steps - 1) * ranks + 1):
-        documents = random_documents(options.tokens, ALL_SHAPES[options.model]["vocab_size"], seed)
+        documents = random_documents(options.tokens, SHAPES[options.model]["vocab_size"], seed)
         ids = [token for document in documents for token in document["input_ids"]]
         lengths = [len(document["input_ids"]) for document in documents]
         rows.append({"input_ids": ids, "labels": ids, "seq_lengths": lengths})

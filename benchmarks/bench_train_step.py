@@ -2,6 +2,7 @@
 
     python benchmarks/bench_train_step.py --model qwen3-0.6b --tokens 4096 --rounds 3
     python benchmarks/bench_train_step.py --model qwen3-8b --tokens 8192 --checkpointing --arms slipstream,unsloth
+    python benchmarks/bench_train_step.py --model qwen3-14b --nf4 --checkpointing --arms slipstream,unsloth:offload
     python benchmarks/bench_train_step.py --model path/to/model --data alpaca.json --tokens 4096
 
 Each arm runs in a process of its own, since Liger and Unsloth replace functions for the whole process; the arms take
@@ -10,7 +11,8 @@ each step, so that nobody is made to wait; loader, clipping, optimizer and sched
 ``slipstream:eager`` (or ``compiled``, ``captured``) names a mode, ``unsloth:offload`` its offloaded checkpointing.
 
 Without ``--data`` the documents have random tokens and lognormal lengths (mean about 250) that fill every row exactly;
-with it they are the tokenised rows of the file. Weights are random for a named shape. Writes JSON (``--out``) and
+with it they are the tokenised rows of the file. Weights are random for a named shape; ``--nf4`` has all arms load them
+in four bits, double quantisation, from one checkpoint in half precision. Writes JSON (``--out``) and
 prints a table.
 """
 
@@ -55,7 +57,7 @@ def main() -> None:
         print("RESULT " + json.dumps(run_arm(options)))
         return
     results = []
-    if options.model in SHAPES and any(arm.startswith("unsloth") for arm in options.arms.split(",")):
+    if options.model in SHAPES and (options.nf4 or "unsloth" in options.arms):
         subprocess.run([sys.executable, __file__, *sys.argv[1:], "--save"], check=True)
     for round_number in range(options.rounds):
         for arm in options.arms.split(","):
@@ -88,6 +90,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--attention", default="auto", help="Slipstream's attention choice")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--nf4", action="store_true", help="base weights in four bits, for all arms")
     parser.add_argument("--out")
     parser.add_argument("--arms", default="slipstream,trl+liger", help=f"separated by commas: {', '.join(ARMS)}")
     parser.add_argument("--folder", default="/dev/shm/slipstream-bench", help="where weights for Unsloth are put")
@@ -205,7 +208,11 @@ def unsloth_arm(options: argparse.Namespace, scratch: str):
 
     source = model_folder(options) if options.model in SHAPES else options.model
     model, processing = FastLanguageModel.from_pretrained(
-        str(source), max_seq_length=options.tokens, load_in_4bit=False, dtype=torch.bfloat16, local_files_only=True
+        str(source),
+        max_seq_length=options.tokens,
+        load_in_4bit=options.nf4,
+        dtype=torch.bfloat16,
+        local_files_only=True,
     )
     checkpointing = ("unsloth" if options.arm == "unsloth:offload" else True) if options.checkpointing else False
     model = FastLanguageModel.get_peft_model(
@@ -252,7 +259,7 @@ def model_folder(options: argparse.Namespace) -> Path:
 def save_model(options: argparse.Namespace) -> None:
     folder = model_folder(options)
     if not (folder / "config.json").exists():
-        model = base_model(options)
+        model = random_model(options)
         model.config.pad_token_id, model.config.bos_token_id, model.config.eos_token_id = None, 1, 2
         model.save_pretrained(folder, max_shard_size="4GB")
         byte_tokenizer().save_pretrained(folder)
@@ -303,11 +310,22 @@ def clock():
 
 
 def base_model(options: argparse.Namespace):
+    if options.model in SHAPES and not options.nf4:
+        return random_model(options)
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from slipstream.model.quantize import nf4_config
+
+    source = model_folder(options) if options.model in SHAPES else options.model
+    four_bits = {"quantization_config": nf4_config(torch.bfloat16)} if options.nf4 else {}
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, device_map={"": 0}, **four_bits)
+
+
+def random_model(options: argparse.Namespace):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if options.model not in SHAPES:
-        return AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, device_map={"": 0})
     shape = dict(SHAPES[options.model])
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
     config.num_hidden_layers = options.layers or config.num_hidden_layers

@@ -219,10 +219,11 @@ def bench_packing(
     rounds: Annotated[int | None, typer.Option("--rounds", min=2, help="Timed rounds of all arms.")] = None,
     layers: Annotated[int | None, typer.Option("--layers", help="Fewer layers than the shapes have.")] = None,
     part: Annotated[str, typer.Option("--part", help="layer or all.")] = "all",
+    nf4: Annotated[bool, typer.Option("--nf4", help="Base weights in four bits (bitsandbytes).")] = False,
 ) -> None:
     """Boundaries built once a batch against once a layer: the published measurement, on this device."""
     words = {"shape": shape, "tokens": tokens, "attention": attention, "activations": activations}
-    _bench("packing", as_json, out, csv, **words, rounds=rounds, layers=layers, part=part)
+    _bench("packing", as_json, out, csv, **words, rounds=rounds, layers=layers, part=part, nf4=nf4)
 
 
 @bench_app.command("offload")

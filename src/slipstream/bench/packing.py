@@ -42,6 +42,7 @@ from slipstream.bench.wasteful import Kind, PackedRow, choices, kinds, rebuild
 from slipstream.cost.estimate import packing_saved_forward
 from slipstream.device.segments import Segments
 from slipstream.errors import InputError
+from slipstream.model.quantize import check_quantize
 from slipstream.transform import Options, apply, restore
 
 Part = Literal["layer", "all"]
@@ -96,6 +97,8 @@ class PackingBench:
     """Untimed rounds before them; the proof that arms agree has run each of them twice by then."""
     layers: int | None = None
     """Fewer layers than the shapes have."""
+    nf4: bool = False
+    """The decoder's linear layers in four bits; needs a card and bitsandbytes."""
 
     def __post_init__(self) -> None:
         """Refuse what can't be measured before any model is made."""
@@ -108,6 +111,8 @@ class PackingBench:
                 raise InputError(f"attention {choice!r} is unknown; there is {', '.join(choices())}")
         if self.rounds is not None and self.rounds < 2:
             raise InputError(f"rounds {self.rounds} < 2: an interval needs at least two rounds; raise --rounds")
+        if self.nf4:
+            check_quantize("nf4", has_card=torch.cuda.is_available())
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ def run(options: PackingBench, say: Say, save: Save = _nowhere) -> dict[str, Any
 
 def _measure_shape(options: PackingBench, shape: str, device: torch.device, say: Say) -> Iterator[dict[str, Any]]:
     """All cases of one shape; its model is gone afterwards."""
-    bench = Workbench.of(shape_config(shape, options.layers), device)
+    bench = Workbench.of(shape_config(shape, options.layers), device, nf4=options.nf4)
     for case in _cases(options, bench, shape):
         say(f"{shape}, {case.tokens:,} tokens, {case.choice}, {'recompute' if case.recompute else 'keep'}")
         yield measure_case(case, options)
@@ -195,7 +200,8 @@ def measure_case(case: Case, options: PackingBench) -> dict[str, Any]:
 def _measured(case: Case, options: PackingBench) -> dict[str, Any]:
     rounds = _rounds(options, case.bench.device)
     clock = clock_for(case.bench.device)
-    row: dict[str, Any] = {**case.name(), "dtype": str(case.bench.dtype).removeprefix("torch.")}
+    held = "nf4" if options.nf4 else str(case.bench.dtype).removeprefix("torch.")
+    row: dict[str, Any] = {**case.name(), "dtype": held}
     steps = packed_steps(case.bench, case.documents, case.tokens, case.choice, case.kinds)
     row["arms"] = prove_equal(steps)
     arms = {**build_arms(case), **layer_arms(steps, case.recompute)}

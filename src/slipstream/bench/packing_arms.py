@@ -49,10 +49,10 @@ class Workbench:
     parameters: list[torch.nn.Parameter]
 
     @classmethod
-    def of(cls, config: Any, device: torch.device) -> "Workbench":
+    def of(cls, config: Any, device: torch.device, *, nf4: bool = False) -> "Workbench":
         """A random model of this configuration with an adapter, and fused AdamW over what is trained."""
         register_wasteful()
-        model = adapted_model(config, device)
+        model = adapted_model(config, device, nf4=nf4)
         parameters = [p for p in model.parameters() if p.requires_grad]
         return cls(model, device, bench_dtype(device), torch.optim.AdamW(parameters, lr=1e-5, fused=True), parameters)
 

@@ -24,6 +24,7 @@ def options(
     rounds: int | None = None,
     layers: int | None = None,
     part: str = "all",
+    nf4: bool = False,
 ) -> packing.PackingBench:
     """The benchmark that these words ask for; lists are separated by commas. Raises ``InputError``."""
     if part not in get_args(packing.Part):
@@ -42,6 +43,7 @@ def options(
         part=cast(packing.Part, part),
         rounds=rounds,
         layers=layers,
+        nf4=nf4,
     )
 
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.cost.hardware import compute_dtype, describe
@@ -174,15 +175,35 @@ def bench_dtype(device: torch.device) -> torch.dtype:
     return dtype
 
 
-def adapted_model(config: Any, device: torch.device, *, experts: bool = False) -> Any:
+def adapted_model(config: Any, device: torch.device, *, experts: bool = False, nf4: bool = False) -> Any:
     """A random model with a rank-16 adapter on all dense linear layers, in training mode; the same at every call.
 
-    ``experts`` puts adapters on the experts, too.
+    ``experts`` puts adapters on the experts, too; ``nf4`` holds the decoder's linear layers in four bits.
     """
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.device(device):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=bench_dtype(device))
+    if nf4:
+        hold_in_four_bits(model)
     return add_adapter(model, AdapterOptions(rank=16, alpha=16, experts=experts), seed=0).train()
+
+
+def hold_in_four_bits(base: Any) -> None:
+    """Put the decoder's linear layers into NF4 with doubly quantised scales, one at a time: ``load.quantize: nf4`` for
+    a model that lies nowhere."""
+    import bitsandbytes as bnb
+
+    for parent in list(base.get_decoder().modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not nn.Linear:
+                continue
+            shape, bias = (child.in_features, child.out_features), child.bias is not None
+            made = bnb.nn.Linear4bit(*shape, bias=bias, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta")
+            weight = child.weight.data.to("cpu")
+            made.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True)
+            if child.bias is not None:
+                made.bias = nn.Parameter(child.bias.data.to("cpu"), requires_grad=False)
+            setattr(parent, name, made.to(child.weight.device))
 
 
 def random_documents(tokens: int, vocabulary: int, seed: int = 0) -> list[dict[str, list[int]]]:
