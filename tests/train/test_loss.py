@@ -7,7 +7,12 @@ from torch import nn
 
 from slipstream.cost.estimate import LOSS_CHUNK
 from slipstream.model.head import Head
-from slipstream.train.loss import learned_tokens, summed_cross_entropy
+from slipstream.train.loss import (
+    eager_loss_and_gradient,
+    learned_tokens,
+    loss_and_gradient,
+    summed_cross_entropy,
+)
 
 
 def example(rows: int, tokens: int, vocabulary: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,3 +137,25 @@ def test_a_frozen_head_computes_in_autocasts_dtype() -> None:
     (wanted,) = torch.autograd.grad(exact, hidden)
     assert found.dtype == torch.float32
     assert (found - wanted).norm() / wanted.norm() < 0.02
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fewer_passes_give_the_same(dtype: torch.dtype, scale: float, softcap: float | None) -> None:
+    """Rows that aren't learned give nothing, whatever lies in them."""
+    torch.manual_seed(0)
+    logits = (5 * torch.randn(40, 33)).to(dtype)
+    targets = torch.randint(0, 33, (40,))
+    targets[::3] = -100
+    logits[3] = float("nan")
+    for ours, plain in zip(
+        eager_loss_and_gradient(logits.clone(), targets, scale, softcap),
+        loss_and_gradient(logits.clone(), targets, scale, softcap),
+        strict=True,
+    ):
+        assert ours.dtype == plain.dtype
+        assert torch.allclose(ours, plain, rtol=1e-5 if ours.dtype == torch.float32 else 1e-2, atol=1e-6)
+    assert ours.isfinite().all()
+    assert not ours[::3].any()
+    assert ours[1].any()

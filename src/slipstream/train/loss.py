@@ -76,7 +76,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         kind = hidden_NH.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NH.dtype
-        gradient_of = _compiled_gradient() if compiled else loss_and_gradient
+        gradient_of = _compiled_gradient() if compiled else eager_loss_and_gradient
         weight_VH, total = weight_VH.to(dtype), hidden_NH.new_zeros((), dtype=torch.float32)
         grad_NH = torch.empty_like(hidden_NH, dtype=dtype)
         with torch.autocast(kind, enabled=False):
@@ -119,7 +119,26 @@ def loss_and_gradient(
     sums_C1 = torch.logsumexp(z_CV, dim=-1, keepdim=True)
     loss = torch.where(learned_C1, sums_C1 - z_CV.gather(1, target_C1), 0.0).sum()
     hit_CV = torch.arange(z_CV.shape[1], device=z_CV.device)[None] == target_C1
-    grad_CV = torch.where(learned_C1, torch.exp(z_CV - sums_C1) - hit_CV.float(), 0.0) * slope
+    grad_CV = torch.where(learned_C1, (torch.exp(z_CV - sums_C1) - hit_CV.float()) * slope, 0.0)
+    return loss, grad_CV.to(logits_CV.dtype)
+
+
+def eager_loss_and_gradient(
+    logits_CV: torch.Tensor, targets_C: torch.Tensor, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``loss_and_gradient`` for kernels that nobody fuses: four passes over one float32 copy of the chunk."""
+    if softcap is not None:
+        return loss_and_gradient(logits_CV, targets_C, scale, softcap)
+    scaled_CV = logits_CV if scale == 1.0 else logits_CV.float() * scale
+    learned_C1 = (targets_C != IGNORE)[:, None]
+    target_C1 = torch.where(learned_C1, targets_C[:, None], 0)
+    grad_CV = torch.log_softmax(scaled_CV, dim=-1, dtype=torch.float32)
+    loss = torch.where(learned_C1, -grad_CV.gather(1, target_C1), 0.0).sum()
+    grad_CV.exp_()
+    grad_CV.scatter_(1, target_C1, grad_CV.gather(1, target_C1) - 1)
+    grad_CV.masked_fill_(~learned_C1, 0)  # not a product: what isn't learned may not be finite
+    if scale != 1.0:
+        grad_CV *= scale
     return loss, grad_CV.to(logits_CV.dtype)
 
 
