@@ -9,13 +9,14 @@
 same seed and rows: losses of all steps and the first step's gradient (before clipping) against eager's. Beside them the
 spread: other eager ways of the same arithmetic, which are as exact and round differently (``eager-again``,
 ``eager-recompute``, ``eager-masked``: attention by the masked product, ``eager-peft``: peft's own adapter forward). A
-second eager run alone would be no measure, as eager steps may repeat bit for bit. ``eager`` is always run, since the
-others are compared with its gradient.
+second eager run alone would be no measure, as eager steps may repeat bit for bit. ``eager-float32`` computes the same
+weights in float32, which tells eager's own rounding error; how both are used is written in
+``slipstream/bench/learning_verdicts.py``. ``eager`` is always run, since the others are compared with its gradient.
 
 ``adapters``: 300 steps and the held-out loss on the way: ``slipstream`` (the default: captured on a card, products in
 half precision of float32 masters), ``peft`` and ``peft-seed-1`` (transformers' trainer and peft alone, bf16 autocast;
 the second seed changes first weights and order), and ``float32`` (as ``peft``, adapters computed in float32). See
-``slipstream/bench/learning_arms.py`` for what runs, and ``learning_verdicts.py`` for what the verdicts ask.
+``slipstream/bench/learning_arms.py`` for what runs.
 
 Arms of ``adapters`` may run as several processes on one card, each with ``--arms`` and ``--out``; ``--merge`` makes one
 result of theirs. ``--out`` is written after each arm. The last line printed is the verdicts in JSON.
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 STEPS = {"modes": 50, "adapters": 300}
+REFERENCES = ("eager", "eager-float32")
+"""Arms whose gradients later ones are compared with."""
 DTYPES = ("auto", "float32", "bfloat16")
 NAMES_OF_FILES = ("--out", "--data", "--model", "--merge")
 
@@ -156,7 +159,9 @@ def run_arm(part: str, name: str, bench: Any, material: Any, gradients: dict[str
         print(f"{part}: {name:16} left out: {error}", flush=True)
         return {"refused": str(error)}
     if part == "modes":
-        found["gradient_distance"] = distance(gradient, gradients.setdefault("eager", gradient))
+        if name in REFERENCES:
+            gradients[name] = gradient
+        found["gradient_distance"] = {other: distance(gradient, kept) for other, kept in gradients.items()}
     first, last = found["losses"][0], found["losses"][-1]
     print(
         f"{part}: {name:16} {found['ran']:9} {found['arm_seconds']:7.1f} s  loss {first:.4f} to {last:.4f}", flush=True

@@ -53,7 +53,7 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """The whole page."""
-    parts = [INTRODUCTION, published(results), plans(results)]
+    parts = [INTRODUCTION, published(results), plans(results), learning(results)]
     parts += [section(name, result) for name, result in results.items()]
     return "\n".join(part.rstrip() + "\n" for part in parts if part)
 
@@ -194,6 +194,82 @@ def _errors(row: Mapping[str, Any]) -> list[str]:
     return cells
 
 
+# ------------------------------------------------------------------------------------------------ what is learned
+
+
+def learning(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Whether modes and adapters change what is learned; nothing where that was not measured."""
+    found = [(name, row) for name, result in results.items() for row in _rows({name: result}, "learning")]
+    modes = [cells for name, row in found if row["part"] == "modes" for cells in _mode_rows(name, row)]
+    curves = [cells for name, row in found if row["part"] == "adapters" for cells in _curve_rows(name, row)]
+    verdicts = [cells for name, row in found if row["part"] == "adapters" for cells in _verdict_rows(name, row)]
+    if not modes and not curves:
+        return ""
+    lines = ["## What is learned\n"]
+    if modes:
+        head = [
+            "file",
+            "model",
+            "dtype",
+            "steps",
+            "arm",
+            "loss, largest",
+            "mean",
+            "first gradient",
+            "allowed",
+            "within",
+        ]
+        lines += [f"{MODES_WORDS}\n", table(head, modes)]
+    if curves:
+        head = ["file", "model", "dtype", "steps", "arm", "before", "on the way", "after"]
+        lines += [f"{ADAPTERS_WORDS}\n", table(head, curves)]
+    if verdicts:
+        lines.append(table(["file", "arm", "against", "difference after", "relative", "allowed", "within"], verdicts))
+    return "\n".join(lines)
+
+
+MODES_WORDS = (
+    "Differences from eager steps of losses (nats a token, over all steps) and of the first gradient (relative). Arms "
+    "named eager round the same arithmetic in other ways; a mode may deviate by as much as the largest of them, or by "
+    "twice eager's own rounding error, which is its difference from float32."
+)
+ADAPTERS_WORDS = (
+    "Held-out loss, nats a token. The difference between Slipstream and plain peft may be that of two seeds of plain "
+    "peft, the one from adapters computed in float32 0.5%."
+)
+
+
+def _learned(name: str, row: Mapping[str, Any]) -> list[str]:
+    return [name, row["model"], row["dtype"], str(row["steps"])]
+
+
+def _mode_rows(name: str, row: Mapping[str, Any]) -> Iterable[list[str]]:
+    for one in row["comparisons"]:
+        measures = ("largest", "mean", "gradient")
+        told = [f"{one[measure]:.2g}" for measure in measures]
+        allowed = ", ".join(f"{one[f'allowed_{measure}']:.2g}" for measure in measures) if "within" in one else "–"
+        yield [*_learned(name, row), one["arm"], *told, allowed, scalar("within", one.get("within"))]
+    for arm, result in row["arms"].items():
+        if "refused" in result:
+            yield [*_learned(name, row), arm, "–", "–", "–", "–", f"left out: {result['refused']}"]
+
+
+def _curve_rows(name: str, row: Mapping[str, Any]) -> Iterable[list[str]]:
+    for arm, result in row["arms"].items():
+        if "refused" in result:
+            yield [*_learned(name, row), arm, "–", f"left out: {result['refused']}", "–"]
+            continue
+        before, *way, after = [f"{loss:.4f}" for loss in result["held_out"].values()]
+        yield [*_learned(name, row), arm, before, ", ".join(way) or "–", after]
+
+
+def _verdict_rows(name: str, row: Mapping[str, Any]) -> Iterable[list[str]]:
+    for one in row["comparisons"]:
+        allowed = f"{one['allowed']:.4f}" if "allowed" in one else "–"
+        told = [f"{one['difference']:+.4f}", f"{one['relative']:+.2%}", allowed]
+        yield [name, one["arm"], one["against"], *told, scalar("within", one.get("within"))]
+
+
 # ------------------------------------------------------------------------------------------------ any result
 
 
@@ -205,7 +281,7 @@ def section(name: str, result: Mapping[str, Any]) -> str:
         if isinstance(result.get(key), dict):
             lines += _named(result[key])
     rows = [row for row in result.get("rows", []) if isinstance(row, dict)]
-    if result.get("benchmark") != "plan":  # which stands above with its errors
+    if result.get("benchmark") not in ("plan", "learning"):  # which stand above with their errors and verdicts
         lines += _row_tables(rows)
     return "\n".join(lines)
 

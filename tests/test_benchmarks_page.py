@@ -98,3 +98,21 @@ def test_an_unknown_benchmark_has_its_tables(generator: Any) -> None:
     assert "ratio: 3.21." in text
     assert "| a\\|b | 12.3 ms | – |" in text
     assert "| c | – | no |" in text
+
+
+def test_what_is_learned_stands_with_its_verdicts(generator: Any) -> None:
+    facts = {"model": "small", "dtype": "bfloat16", "steps": 100, "tokens": 2048}
+    mode = {"arm": "captured", "against": "eager", "largest": 0.00123, "mean": 0.0004, "gradient": 0.002}
+    mode |= {"allowed_largest": 0.002, "allowed_mean": 0.001, "allowed_gradient": 0.0031, "within": True}
+    modes = {"part": "modes", **facts, "arms": {"compiled": {"refused": "no compiler"}}, "comparisons": [mode]}
+    curve = {"held_out": {"0": 2.0, "50": 1.7, "100": 1.51239}}
+    verdict = {"arm": "slipstream", "against": "peft", "difference": -0.01, "relative": -0.006, "allowed": 0.02}
+    verdict |= {"within": False}
+    adapters = {"part": "adapters", **facts, "arms": {"slipstream": curve}, "comparisons": [verdict]}
+    text = generator.page({"learning_x": {"benchmark": "learning", "rows": [modes, adapters]}})
+    told = "| learning_x | small | bfloat16 | 100 |"
+    assert f"{told} captured | 0.0012 | 0.0004 | 0.002 | 0.002, 0.001, 0.0031 | yes |" in text
+    assert f"{told} compiled | – | – | – | – | left out: no compiler |" in text
+    assert f"{told} slipstream | 2.0000 | 1.7000 | 1.5124 |" in text
+    assert "| learning_x | slipstream | peft | -0.0100 | -0.60% | 0.0200 | no |" in text
+    assert "What is learned" not in generator.page({})

@@ -38,6 +38,7 @@ HELD_OUT = 10
 MODES: Mapping[str, Arm] = MappingProxyType(
     {
         "eager": Arm(mode="eager"),
+        "eager-float32": Arm(mode="eager", exact=True),
         "eager-again": Arm(mode="eager"),
         "eager-recompute": Arm(mode="eager", activations="recompute"),
         "eager-masked": Arm(mode="eager", attention="sdpa"),
@@ -134,7 +135,11 @@ def trained(
     ``held_out``: evaluate before, every ``bench.every`` steps and at the end. Raises ``InputError`` for an arm that
     this device or model can't have.
     """
-    model = add_adapter(base_model(bench), AdapterOptions(rank=16, alpha=16), seed=arm.seed)
+    if arm.exact and bench.dtype == torch.float32:
+        raise InputError("every arm computes in float32")
+    model, dtype = add_adapter(base_model(bench), AdapterOptions(rank=16, alpha=16), seed=arm.seed), bench.dtype
+    if arm.exact:  # not before: peft rounds first weights to the base's dtype
+        model, dtype = model.float(), torch.float32
     start, watch, began = _digest(_trained(model)), Watch(), time.perf_counter()
     options = TrainOptions(
         mode=arm.mode,
@@ -146,7 +151,7 @@ def trained(
     evaluated = material.held_out if held_out else None
     with tempfile.TemporaryDirectory() as scratch:
         make = ours if arm.slipstream else plain
-        trainer = make(model, arm, options, bench.tokens, bench.dtype, material.rows, evaluated, watch, Path(scratch))
+        trainer = make(model, arm, options, bench.tokens, dtype, material.rows, evaluated, watch, Path(scratch))
         if held_out:
             trainer.evaluate()
         trainer.train()

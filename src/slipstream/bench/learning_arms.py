@@ -51,6 +51,8 @@ class Arm:
     attention: AttentionChoice = "auto"
     adapters: Literal["default", "peft", "float32"] = "default"
     """How low-rank products are computed; see the module."""
+    exact: bool = False
+    """The same weights, everything computed in float32."""
     seed: int = 0
     """Of the adapter's first weights and of the rows' order."""
 

@@ -1,12 +1,19 @@
 """What the arms of ``bench.learning`` say together: differences, the spread beside them, and a verdict.
 
-``modes``. Every way of a step rounds differently; the question is whether ours differ more than others that are as
-exact. Eager steps may repeat bit for bit, so a second eager run alone would allow nothing. The spread is therefore the
-largest deviation from eager among *other eager ways of the same arithmetic*: run again; activations recomputed;
-attention by the masked product in place of the variable-length kernel (both exact, other order of sums); adapters by
-peft's own forward (the same products, rounded once more). Compiled and captured are ``within`` where their losses
-(largest and mean difference over the steps) and their first gradient deviate no more than that. In float32 there is
-hardly any rounding to hide behind: the bar there is 1e-6 of the value (or the spread, should that be larger).
+``modes``. Every way of a step rounds differently, and the question is whether ours differ more than others that are as
+exact. Eager steps may repeat bit for bit, so a second eager run would allow nothing; two yardsticks stand in its place,
+each of the largest and the mean difference of losses over the steps and of the first gradient:
+
+- *spread*: the largest deviation from eager among other eager ways of the same arithmetic: run again; activations
+  recomputed; attention by the masked product in place of the variable-length kernel (both exact, other order of sums);
+  adapters by peft's own forward (the same products, rounded once more). They round little differently, all norms and
+  activations as eager does, so this is the strict one (``within_spread``).
+- *rounding*: how far eager is from the same weights computed in float32, which is its own error. A way no less exact
+  than eager lies within that of the exact value, hence within twice that of eager; one further away rounds worse.
+
+A mode is ``within`` where it deviates by no more than the larger of spread and twice the rounding. ``from_float32`` is
+its own mean error beside eager's. In float32 there is hardly any rounding to hide behind: the bar is 1e-6 of the value
+(or the spread, should that be larger).
 
 ``adapters``. Slipstream's default beside plain peft from the same first weights and rows: the final held-out losses may
 differ by no more than those of two seeds of plain peft, and by 0.5% from adapters computed in float32. Arms count only
@@ -22,6 +29,7 @@ FLOAT32_BAR = 1e-6
 """Relative difference allowed between modes in float32."""
 ADAPTERS_BAR = 0.005
 """Relative difference allowed of the final held-out loss from adapters computed in float32."""
+EXACT = "eager-float32"
 MEASURES = ("largest", "mean", "gradient")
 Row = dict[str, Any]
 
@@ -72,35 +80,46 @@ def _other_facts(one: Row, other: Row) -> str | None:
 
 
 def _modes(row: Row, arms: Mapping[str, Row]) -> list[Row]:
-    eager = arms.get("eager")
-    if eager is None:
+    if "eager" not in arms:
         return []
-    found = [_deviation(name, arm, eager) for name, arm in arms.items() if name != "eager"]
-    for one in found:
-        assert one["comparable"], f"{one['arm']} did not learn the same rows from the same weights"
-    ways = [one for one in found if one["arm"].startswith("eager-")]
-    spread: dict[str, float] = {name: max((one[name] for one in ways), default=0.0) for name in MEASURES}
-    scale = {"largest": min(map(abs, eager["losses"])), "mean": min(map(abs, eager["losses"])), "gradient": 1.0}
-    for one in (one for one in found if one not in ways):
-        least = FLOAT32_BAR if row["dtype"] == "float32" else 0.0
-        allowed = {name: max(spread[name], least * scale[name]) for name in MEASURES}
-        one |= {f"allowed_{name}": allowed[name] for name in MEASURES}
-        one["within"] = one["ran"] == one["arm"] and all(one[name] <= allowed[name] for name in MEASURES)
-    return found
+    found = {name: _deviation(name, arm, "eager", arms["eager"]) for name, arm in arms.items() if name != "eager"}
+    spread = _largest([one for name, one in found.items() if name.startswith("eager-") and name != EXACT])
+    smallest = min(map(abs, arms["eager"]["losses"]))
+    least = FLOAT32_BAR if row["dtype"] == "float32" else 0.0
+    strict = {name: max(spread[name], least * (1.0 if name == "gradient" else smallest)) for name in MEASURES}
+    rounding = _largest([found[EXACT]] if EXACT in found else [])
+    allowed = {name: max(strict[name], 2 * rounding[name]) for name in MEASURES}
+    for name, one in found.items():
+        if EXACT in found:
+            one["from_float32"] = _deviation(name, arms[name], EXACT, arms[EXACT])["mean"]
+        if not name.startswith("eager-"):
+            one |= {f"allowed_{measure}": allowed[measure] for measure in MEASURES}
+            one["within"] = one["ran"] == name and _none_above(one, allowed)
+            one["within_spread"] = one["ran"] == name and _none_above(one, strict)
+    return list(found.values())
 
 
-def _deviation(name: str, arm: Row, eager: Row) -> Row:
-    """Differences of losses in nats, over all steps, and of the first gradient relative to eager's."""
-    apart = [abs(a - b) for a, b in zip(arm["losses"], eager["losses"], strict=True)]
+def _largest(ways: list[Row]) -> dict[str, float]:
+    return {measure: max((one[measure] for one in ways), default=0.0) for measure in MEASURES}
+
+
+def _none_above(one: Row, allowed: Mapping[str, float]) -> bool:
+    return all(one[measure] <= allowed[measure] for measure in MEASURES)
+
+
+def _deviation(name: str, arm: Row, against: str, other: Row) -> Row:
+    """Differences of losses in nats, over all steps, and of the first gradient relative to the other's."""
+    assert _alike(arm, other), f"{name} did not learn the same rows from the same weights as {against}"
+    apart = [abs(a - b) for a, b in zip(arm["losses"], other["losses"], strict=True)]
+    gradient = arm["gradient_distance"][against]
     return {
         "arm": name,
-        "against": "eager",
+        "against": against,
         "ran": arm["ran"],
         "largest": max(apart),
         "mean": sum(apart) / len(apart),
-        "gradient": arm["gradient_distance"],
-        "bitwise": not any(apart) and arm["gradient_distance"] == 0.0,
-        "comparable": _alike(arm, eager),
+        "gradient": gradient,
+        "bitwise": not any(apart) and gradient == 0.0,
     }
 
 
