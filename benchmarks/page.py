@@ -200,12 +200,11 @@ def _errors(row: Mapping[str, Any]) -> list[str]:
 def learning(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Whether modes and adapters change what is learned; nothing where that was not measured."""
     found = [(name, row) for name, result in results.items() for row in _rows({name: result}, "learning")]
+    adapters = [(name, row) for name, row in found if row["part"] == "adapters"]
     modes = [cells for name, row in found if row["part"] == "modes" for cells in _mode_rows(name, row)]
-    curves = [cells for name, row in found if row["part"] == "adapters" for cells in _curve_rows(name, row)]
-    verdicts = [cells for name, row in found if row["part"] == "adapters" for cells in _verdict_rows(name, row)]
-    if not modes and not curves:
-        return ""
-    lines = ["## What is learned\n"]
+    curves = [cells for name, row in adapters for cells in _curve_rows(name, row)]
+    verdicts = [cells for name, row in adapters for cells in _verdict_rows(name, row)]
+    lines = ["## What is learned\n"] if found else []
     if modes:
         head = [
             "file",
@@ -256,10 +255,8 @@ def _mode_rows(name: str, row: Mapping[str, Any]) -> Iterable[list[str]]:
 
 def _curve_rows(name: str, row: Mapping[str, Any]) -> Iterable[list[str]]:
     for arm, result in row["arms"].items():
-        if "refused" in result:
-            yield [*_learned(name, row), arm, "–", f"left out: {result['refused']}", "–"]
-            continue
-        before, *way, after = [f"{loss:.4f}" for loss in result["held_out"].values()]
+        told = [f"{loss:.4f}" for loss in result.get("held_out", {}).values()]
+        before, *way, after = told or ["–", f"left out: {result['refused']}", "–"]
         yield [*_learned(name, row), arm, before, ", ".join(way) or "–", after]
 
 

@@ -15,7 +15,7 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -140,6 +140,8 @@ def trained(
     model, dtype = add_adapter(base_model(bench), AdapterOptions(rank=16, alpha=16), seed=arm.seed), bench.dtype
     if arm.exact:  # not before: peft rounds first weights to the base's dtype
         model, dtype = model.float(), torch.float32
+    if dtype == torch.float32:  # the one attention there that can be recorded: all arms have the same
+        arm = replace(arm, attention="sdpa")
     start, watch, began = _digest(_trained(model)), Watch(), time.perf_counter()
     options = TrainOptions(
         mode=arm.mode,
