@@ -77,6 +77,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def measure(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     """Train the arms, part by part, and write the result after each."""
     import torch
+    from bench_train_step import byte_tokenizer  # beside this script
 
     from slipstream.bench.document import document
     from slipstream.bench.learning import read
@@ -88,7 +89,7 @@ def measure(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     benches = {part: bench_of(options, part, device) for part in asked}
     quiet_libraries()
     keep_compiled_code()
-    material = read(next(iter(benches.values())))
+    material = read(next(iter(benches.values())), byte_tokenizer)
     rows: list[dict[str, Any]] = []
     result = document("learning", device, rows)
     result["command"] = command_line(words)

@@ -29,7 +29,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from slipstream.bench.shapes import SHAPES, byte_tokenizer
+from slipstream.bench.shapes import SHAPES
 
 ARMS = {
     "slipstream": "auto",
@@ -337,6 +337,19 @@ def tokenizer(options: argparse.Namespace):
     from transformers import AutoTokenizer
 
     return byte_tokenizer() if options.model in SHAPES else AutoTokenizer.from_pretrained(options.model)
+
+
+def byte_tokenizer():
+    """A tokenizer of 259 tokens, one a byte, for text before models with random weights; it has no chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{letter: index + 3 for index, letter in enumerate(alphabet)}}
+    byte_level = Tokenizer(models.BPE(vocabulary, []))
+    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(False)
+    byte_level.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=byte_level, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
 def documents(options: argparse.Namespace) -> list[list[int]]:

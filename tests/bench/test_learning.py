@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks/bench_learning.py"
 
 
 @pytest.fixture(scope="module")
-def script() -> Any:
+def script() -> Iterator[Any]:
     spec = importlib.util.spec_from_file_location("bench_learning", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)  # as Python does for a script
+        yield module
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,11 @@ pytestmark = pytest.mark.gpu
 SCRIPT = Path(__file__).parents[2] / "benchmarks/bench_learning.py"
 
 
+@pytest.fixture(autouse=True)
+def beside_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)  # as Python does for a script
+
+
 def measured(tmp_path: Path, *words: str) -> dict[str, Any]:
     spec = importlib.util.spec_from_file_location("bench_learning", SCRIPT)
     assert spec is not None

@@ -14,7 +14,7 @@ import gc
 import hashlib
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from slipstream.bench.learning_arms import Arm, Watch, ours, plain
-from slipstream.bench.shapes import SHAPES, byte_tokenizer, shape_config
+from slipstream.bench.shapes import SHAPES, shape_config
 from slipstream.data.packing import pack_dataset
 from slipstream.data.rows import DataOptions
 from slipstream.data.tokens import tokenise
@@ -112,8 +112,11 @@ class Material:
     counts: dict[str, int]
 
 
-def read(bench: Learning) -> Material:
-    """Tokenise the file as training does and pack its documents; every tenth is held out. Raises ``InputError``."""
+def read(bench: Learning, byte_tokenizer: Callable[[], Any]) -> Material:
+    """Tokenise the file as training does and pack its documents; every tenth is held out.
+
+    ``byte_tokenizer`` makes the tokenizer of shapes, which have none. Raises ``InputError``.
+    """
     tokenizer = byte_tokenizer() if bench.model in SHAPES else load_tokenizer(bench.model, LoadOptions())
     options = DataOptions(train=bench.data, fields=bench.fields, overlong="truncate", bad_rows="skip")
     documents = tokenise(bench.data, options, tokenizer, max_length=bench.tokens).documents

@@ -234,16 +234,3 @@ def long_documents(tokens: int, longest: int, vocabulary: int, seed: int = 0) ->
         length = min(draw.randint(max(SHORTEST, longest // 8), longest), left)
         lengths.append(left if left - length < SHORTEST and left <= longest else length)
     return [{"input_ids": draw.choices(range(3, vocabulary), k=length)} for length in lengths]
-
-
-def byte_tokenizer() -> Any:
-    """A tokenizer of 259 tokens, one a byte, for text before models with random weights; it has no chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{letter: index + 3 for index, letter in enumerate(alphabet)}}
-    byte_level = Tokenizer(models.BPE(vocabulary, []))
-    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(False)
-    byte_level.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=byte_level, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
