@@ -262,8 +262,8 @@ def _curve_rows(name: str, row: Mapping[str, Any]) -> Iterable[list[str]]:
 
 def _verdict_rows(name: str, row: Mapping[str, Any]) -> Iterable[list[str]]:
     for one in row["comparisons"]:
-        allowed = f"{one['allowed']:.4f}" if "allowed" in one else "–"
-        told = [f"{one['difference']:+.4f}", f"{one['relative']:+.2%}", allowed]
+        allowed = f"{one['allowed']:.2g}" if "allowed" in one else "–"
+        told = [f"{one['difference']:+.2g}", f"{one['relative']:+.3%}", allowed]
         yield [name, one["arm"], one["against"], *told, scalar("within", one.get("within"))]
 
 

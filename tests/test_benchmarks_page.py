@@ -114,5 +114,5 @@ def test_what_is_learned_stands_with_its_verdicts(generator: Any) -> None:
     assert f"{told} captured | 0.0012 | 0.0004 | 0.002 | 0.002, 0.001, 0.0031 | yes |" in text
     assert f"{told} compiled | – | – | – | – | left out: no compiler |" in text
     assert f"{told} slipstream | 2.0000 | 1.7000 | 1.5124 |" in text
-    assert "| learning_x | slipstream | peft | -0.0100 | -0.60% | 0.0200 | no |" in text
+    assert "| learning_x | slipstream | peft | -0.01 | -0.600% | 0.02 | no |" in text
     assert "What is learned" not in generator.page({})
