@@ -145,6 +145,7 @@ def _applied(recipe: Recipe, model: nn.Module, autocast: torch.dtype, sets: list
         activations=memory.activations,
         buffers=memory.buffers,
         host_limit=memory.host_limit,
+        tiles=memory.tiles,
         tokens=recipe.packing.tokens * recipe.packing.rows,
         compute_dtype=autocast,
     )

@@ -17,6 +17,7 @@ from torch import nn
 
 from slipstream.cost.hardware import Device, describe
 from slipstream.cost.offload import Split
+from slipstream.cost.tiles import TilesChoice
 from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.memory.checkpointing import (
@@ -39,6 +40,7 @@ from slipstream.model.attention import AttentionChoice, Needs, attention_key, ch
 from slipstream.model.carrier import Carrier, find_carrier
 from slipstream.model.experts_choice import AppliedExperts, ExpertsChoice, choose_experts
 from slipstream.model.packed_forward import PackedForward
+from slipstream.model.tiled_mlp import TiledMLP, tile_mlps
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -60,6 +62,8 @@ class Options:
     """Device buffers for reloading offloaded activations; one reloads a layer's input only when it is needed."""
     host_limit: float | None = None
     """GiB of host memory that offloaded activations may take; without it, 80% of what is free."""
+    tiles: TilesChoice = "auto"
+    """``auto``, ``off``, or tokens: how much of a row an MLP computes at a time."""
     experts: ExpertsChoice = "auto"
     """``grouped`` or ``loop``."""
     tokens: int | None = None
@@ -99,6 +103,8 @@ class Applied:
     experts: AppliedExperts | None
     split: Split | None
     """How many layers are kept, recomputed and offloaded; None: whatever the model did already."""
+    tiles: list[TiledMLP]
+    """The MLPs that run in tiles."""
 
 
 def apply(model: Model, options: Options | None = None) -> Model:
@@ -121,13 +127,21 @@ def apply(model: Model, options: Options | None = None) -> Model:
     kept = mixture.kept.contexts if mixture else None  # the forward's routing, for the recompute
     later = Later()
     checkpointing = _set_checkpointing(options, base, memory, later, kept)
+    try:
+        tiles, tiled = _tiles(options, base)
+    except InputError:
+        _undo(base, checkpointing, mixture)
+        raise
     if key is not None:
         register_attention()
         base.set_attn_implementation(key)
     forward.attach(model, base)
+    for tile in tiles:
+        tile.attach()
     rotary = [_rotary_decision(forward)] if forward.rotary else []
-    decided = (attention, *memory.decisions, packing, experts, *rotary)
-    setattr(base, ATTRIBUTE, Applied(decided, choice, previous, forward, checkpointing, later, mixture, memory.split))
+    decided = (attention, *memory.decisions, *([] if tiled is None else [tiled]), packing, experts, *rotary)
+    made = Applied(decided, choice, previous, forward, checkpointing, later, mixture, memory.split, tiles)
+    setattr(base, ATTRIBUTE, made)
     return model
 
 
@@ -140,11 +154,18 @@ def restore(model: Model) -> Model:
     applied.forward.detach()
     if applied.forward.attention is not None:
         base.set_attn_implementation(applied.previous_attention)
-    if applied.experts is not None:
-        applied.experts.detach(base)
-    restore_checkpointing(applied.checkpointing)
+    for tile in applied.tiles:
+        tile.detach()
+    _undo(base, applied.checkpointing, applied.experts)
     delattr(base, ATTRIBUTE)
     return model
+
+
+def _undo(base: Any, checkpointing: Checkpointing, experts: AppliedExperts | None) -> None:
+    """Put the layers' switches and the model's own experts back."""
+    if experts is not None:
+        experts.detach(base)
+    restore_checkpointing(checkpointing)
 
 
 def decisions(model: nn.Module) -> list[Decision]:
@@ -282,6 +303,13 @@ def _set_checkpointing(
             decide=decide,
         )
     return set_checkpointing(base, chosen.split, decide=decide, offload=offload, context_fn=kept)
+
+
+def _tiles(options: Options, base: Any) -> tuple[list[TiledMLP], Decision | None]:
+    """The MLPs to run in tiles, and the decision; after the layers were switched."""
+    layers = checkpoint_layers(base)
+    recomputed = [layer for layer in layers if getattr(layer, "gradient_checkpointing", False)]
+    return tile_mlps(options.tiles, base, recomputed, layers, options.tokens)
 
 
 def _rotary_decision(forward: PackedForward) -> Decision:

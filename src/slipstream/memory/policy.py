@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt
 from slipstream.cost.estimate import kept_activation_bytes, loss_bytes
 from slipstream.cost.hardware import Device, cgroup_room, free_bytes, free_host_memory, host_memory_limit
 from slipstream.cost.offload import Demand, Split, cheapest_split, layer_forward_flops, layer_input_bytes, rates_of
+from slipstream.cost.tiles import TilesChoice
 from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.memory.offload import buffer_count, host_shortage
@@ -36,6 +37,8 @@ class MemoryOptions:
     """Device buffers for reloading offloaded activations; ``auto`` takes two where there is memory for the second."""
     host_limit: Annotated[float, Gt(0)] | None = None
     """GiB of host memory that offloaded activations may take; without it, 80% of what is free."""
+    tiles: TilesChoice = "auto"
+    """``auto``, ``off``, or tokens: how much of a row an MLP computes at a time, where layers are recomputed."""
 
 
 @dataclass(frozen=True)

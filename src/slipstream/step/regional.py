@@ -4,7 +4,8 @@ All layers of a model run the same code on other weights, so one compiled functi
 compile does not grow with depth. Attention stays outside: it is called between compiled parts as it is, so that each
 kernel choice works and boundaries never become constants of compiled code. Compiled layers are in place only inside
 ``active``: evaluation and generation, whose shapes differ, run the model's own. The alternative, compiling the whole
-model, takes minutes for deep models and compiles again for each set of boundaries.
+model, takes minutes for deep models and compiles again for each set of boundaries. An MLP that runs in tiles
+(``model/tiled_mlp.py``) is a compiled part of its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from slipstream.model.attention import register_attention
+from slipstream.model.tiled_mlp import tiled_mlps
 
 LARGEST_VARIETY = 256
 """How many variants of one function may be compiled before it is an error. A model needs about ten; other models of the
@@ -31,10 +33,9 @@ class CompiledLayers:
         register_attention(outside_graphs=True)
         self._forwards: dict[type, Any] = {}
         self._modules = [module for module in _repeated(decoder) if "forward" not in vars(module)]
-        for module in self._modules:
-            kind = type(module)
-            if kind not in self._forwards:
-                self._forwards[kind] = _compiled(kind)
+        self._tiles = tiled_mlps(decoder)
+        for kind in {*map(type, self._modules), *(type(tile.module) for tile in self._tiles)}:
+            self._forwards[kind] = _compiled(kind)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -46,6 +47,8 @@ class CompiledLayers:
 
         for module in self._modules:
             vars(module)["forward"] = MethodType(self._forwards[type(module)], module)
+        for tile in self._tiles:
+            tile.compiled = MethodType(self._forwards[type(tile.module)], tile.module)
         try:
             with torch._dynamo.config.patch(
                 recompile_limit=LARGEST_VARIETY,
@@ -60,6 +63,8 @@ class CompiledLayers:
         finally:
             for module in self._modules:
                 vars(module).pop("forward", None)
+            for tile in self._tiles:
+                tile.compiled = None
 
 
 def _compiled(kind: Any) -> Callable[..., Any]:
