@@ -255,7 +255,85 @@ def test_what_training_would_refuse_is_refused_here(tmp_path: Path) -> None:
     for key in ("adapter.experts", "adapter.router"):
         with pytest.raises(InputError, match=rf"{key}: Qwen3ForCausalLM has no .* to adapt"):
             plan(recipe_of(tmp_path, QWEN3_06B, f"{key}=true"))
+    with pytest.raises(InputError, match=r"modules_to_save: 'lm_heed' matches no module; did you mean lm_head"):
+        plan(recipe_of(tmp_path, QWEN3_06B, "adapter.modules_to_save=[lm_heed]"))
+    with pytest.raises(InputError, match=r"train.warmup: 20 steps >= the run's 16, .* raise train.epochs"):
+        plan(recipe_of(tmp_path, QWEN3_06B, "train.warmup=20"))
     assert plan(recipe_of(tmp_path, QWEN3_06B, "load.quantize=nf4"))[1]
+
+
+def test_a_model_that_can_not_be_packed_is_refused_as_training_does(tmp_path: Path) -> None:
+    short = {"model_type": "lfm2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = {**short, "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
+    with pytest.raises(InputError, match=r"can't be trained packed: layers that carry state.*packing.enabled: false"):
+        plan(recipe_of(tmp_path, {**config, "vocab_size": 320}))
+    _, fits, _ = plan(recipe_of(tmp_path, tmp_path / "model", "packing.enabled=false"))
+    assert fits
+
+
+@pytest.mark.usefixtures("cpu_machine")
+def test_packages_are_looked_for_where_the_plan_is_for_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.train.options.find_spec", lambda _: None)
+    for override, told in (("trackers=[wandb]", "wandb is not installed"), ("optimizer=adamw8bit", "needs bitsandbyt")):
+        recipe = recipe_of(tmp_path, QWEN3_06B, f"train.{override}")
+        with pytest.raises(InputError, match=told):
+            plan(recipe, None)
+        assert plan(recipe, "h200")[1]
+
+
+def test_sharding_is_told_as_a_single_process_trains(tmp_path: Path) -> None:
+    document, fits, said = plan(recipe_of(tmp_path, QWEN3_06B, "train.sharding=fsdp2"))
+    assert fits
+    assert decisions(document)["sharding"] == (
+        False,
+        "a plan is for one process, with all weights in it, and one process has no one to divide with; start several",
+    )
+    assert "sharding: off (a plan is for one process" in said
+    assert "sharding" not in decisions(plan(recipe_of(tmp_path, tmp_path / "model"))[0])
+
+
+def test_a_model_that_can_not_be_divided_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skeleton = command.skeleton
+
+    def without_layers(recipe: Recipe) -> Any:
+        model = skeleton(recipe)
+        model._no_split_modules = None
+        return model
+
+    monkeypatch.setattr(command, "skeleton", without_layers)
+    recipe = recipe_of(tmp_path, QWEN3_06B, "train.sharding=fsdp2")
+    with pytest.raises(InputError, match="Qwen3ForCausalLM names no layers to divide it by"):
+        plan(recipe)
+    assert plan(recipe_of(tmp_path, tmp_path / "model"))[1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "told"),
+    [
+        ("['']", "a token of blanks alone"),
+        ("['<a>', ' ']", "a token of blanks alone"),
+        ("['<a>', '<b>', '<a>']", "'<a>' is named more than once"),
+        ("[7]", "load.new_tokens"),
+        ("<a>", "load.new_tokens"),
+    ],
+)
+def test_odd_new_tokens_are_refused(tmp_path: Path, tokens: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        plan(recipe_of(tmp_path, QWEN3_06B, f"load.new_tokens={tokens}"))
+
+
+def test_tokens_that_are_not_new_are_told(tmp_path: Path) -> None:
+    document, _, said = plan(recipe_of(tmp_path, QWEN3_06B, "load.new_tokens=['<a>', '</s>']"))
+    assert decisions(document)["new tokens"] == (
+        True,
+        "1 token added to the vocabulary; there already, and trained as they are: </s>",
+    )
+    assert "there already, and trained as they are: </s>" in said
+    document, _, _ = plan(recipe_of(tmp_path, tmp_path / "model", "load.new_tokens=['</s>']"))
+    assert decisions(document)["new tokens"][0] is False
+    assert "new tokens" not in decisions(plan(recipe_of(tmp_path, tmp_path / "model"))[0])
 
 
 @pytest.mark.usefixtures("cpu_machine")

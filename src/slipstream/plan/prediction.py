@@ -39,6 +39,7 @@ from slipstream.plan.facts import Facts, Lengths, Target
 from slipstream.prepare import planned_steps, trained_in_place
 from slipstream.recipe import Recipe
 from slipstream.step.choice import Circumstances, choose_mode, compiler_obstacle
+from slipstream.train.options import ALONE
 from slipstream.transform import packing_decision
 
 
@@ -260,6 +261,8 @@ def _decisions(recipe: Recipe, found: Facts, target: Target, made: list[Decision
     yield from made
     half = "multiplies it in hardware" if device.bf16 else "does not multiply it in hardware: float32 is used"
     yield Decision("bf16", device.bf16, f"{device.name} {half}")
+    if recipe.train.sharding != "none":
+        yield Decision("sharding", False, f"a plan is for one process, with all weights in it, and {ALONE}")
     context = check_context(found.model.config, int(found.lengths.max()), "data.max_length")
     if context is not None:
         yield context
