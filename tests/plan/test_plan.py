@@ -2,10 +2,12 @@
 
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from rich.console import Console
 from transformers import AutoConfig
@@ -13,8 +15,9 @@ from transformers import AutoConfig
 from cost.configs import GPT_OSS_20B, QWEN3_06B, QWEN3_14B
 from slipstream.cost.ceilings import Ceilings
 from slipstream.cost.hardware import Device
+from slipstream.data.packing import pack
 from slipstream.errors import InputError
-from slipstream.plan import command, facts
+from slipstream.plan import command, facts, prediction, search
 from slipstream.recipe import Recipe, load_recipe
 from tiny import tiny_tokenizer
 from tiny_gguf import LAYERS, write_gguf
@@ -340,3 +343,48 @@ def test_tokens_that_are_not_new_are_told(tmp_path: Path) -> None:
 def test_four_bits_need_a_card_in_a_plan_too(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"load.quantize: nf4 needs a CUDA card"):
         plan(recipe_of(tmp_path, QWEN3_06B, "load.quantize=nf4"), None)
+
+
+def test_documents_are_packed_once_for_all_predictions_that_ask_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 14B parameters and 100,000 rows, where nothing fits and many changes are tried."""
+    recipe = recipe_of(tmp_path, QWEN3_14B, "packing.tokens=2048", "load.dtype=float32", "adapter.rank=64")
+    model = facts.skeleton(recipe)
+    shape, adapted = facts.shape_of(model), facts.adapted_sizes(recipe.adapter, model)
+    lengths = np.random.default_rng(0).integers(20, 1500, size=100_000)
+    found = facts.Facts(model, shape, adapted, 0, lengths, None, {})
+    made: list[tuple[int, int | None]] = []
+    tried: list[Recipe] = []
+
+    def counted_pack(sizes: Any, capacity: int, **options: Any) -> list[list[int]]:
+        made.append((capacity, options["window"]))
+        return pack(sizes, capacity, **options)
+
+    def counted_predict(changed: Recipe, *rest: Any) -> Any:
+        tried.append(changed)
+        return prediction.predict(changed, *rest)
+
+    monkeypatch.setattr(prediction, "pack", counted_pack)
+    monkeypatch.setattr(search, "predict", counted_predict)
+    began = time.process_time()
+    assert search.remedies(recipe, found, facts.target("rtx-3060-laptop")) == []
+    assert time.process_time() - began < 10  # about 2, and 20 where each prediction packs
+    assert len(tried) > 20
+    assert sorted(made) == sorted(set(made))
+    assert {capacity for capacity, _ in made} == {changed.packing.tokens for changed in tried}
+
+
+def test_another_way_of_packing_is_not_taken_for_one_that_was_made(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    model = facts.skeleton(recipe)
+    found = facts.Facts(model, facts.shape_of(model), (), 0, np.array([300, 500, 700] * 9), np.array([90] * 9), {})
+    kept = [prediction.packing_of(recipe, found), prediction.packing_of(recipe, found, held_out=True)]
+    for override in ("packing.tokens=2048", "packing.window=3", "train.seed=1", "data.max_length=400"):
+        kept.append(prediction.packing_of(recipe_of(tmp_path, tmp_path / "model", override), found))
+    for rows in (1, 2):
+        off = ("packing.enabled=false", f"packing.rows={rows}")
+        kept.append(prediction.packing_of(recipe_of(tmp_path, tmp_path / "model", *off), found))
+    assert len({id(one) for one in kept}) == len(found.packings) == 8
+    assert prediction.packing_of(recipe_of(tmp_path, tmp_path / "model", "packing.rows=4"), found) is kept[0]
+    assert kept[-1][0].padded_tokens != kept[-2][0].padded_tokens

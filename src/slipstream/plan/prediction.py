@@ -38,7 +38,7 @@ from slipstream.model.load import check_context
 from slipstream.plan.facts import Facts, Lengths, Target
 from slipstream.prepare import planned_steps, trained_in_place
 from slipstream.recipe import Recipe
-from slipstream.step.choice import Circumstances, choose_mode, compiler_obstacle
+from slipstream.step.choice import Circumstances, choose_mode, compiler_obstacle, trains_whole
 from slipstream.train.options import ALONE
 from slipstream.transform import packing_decision
 
@@ -116,7 +116,7 @@ class Taken:
 
 def predict(recipe: Recipe, found: Facts, target: Target, taken: Taken | None = None) -> Prediction:
     """Everything about a recipe on a device. ``taken``: what training itself has decided, where it has."""
-    report, lengths = packing_of(recipe, found.lengths)
+    report, lengths = packing_of(recipe, found)
     job, decided = job_of(recipe, found, target, report, lengths, taken or Taken())
     used = memory(job)
     times = step_times(_average(recipe, job, report), target.rates, cpu=target.device.kind == "cpu")
@@ -136,14 +136,26 @@ def predict(recipe: Recipe, found: Facts, target: Target, taken: Taken | None = 
     )
 
 
-def packing_of(recipe: Recipe, lengths: Lengths) -> tuple[PackingReport, Lengths]:
-    """What packing (or padding) makes of documents, cut to what a row holds, and their lengths then."""
+def packing_of(recipe: Recipe, found: Facts, *, held_out: bool = False) -> tuple[PackingReport, Lengths]:
+    """What packing (or padding) makes of documents, cut to what a row holds, and their lengths then; made once for all
+    predictions that ask the same.
+    """
+    options, limit = recipe.packing, recipe.data.max_length or recipe.packing.tokens
+    batch = None if options.enabled else options.rows  # packed rows are the same whatever number makes a batch
+    asked = (held_out, limit, options.tokens, options.window, batch, recipe.train.seed)
+    if asked not in found.packings:
+        lengths = found.eval_lengths if held_out else found.lengths
+        assert lengths is not None
+        found.packings[asked] = _packed(recipe, np.minimum(lengths, limit))
+    return found.packings[asked]
+
+
+def _packed(recipe: Recipe, lengths: Lengths) -> tuple[PackingReport, Lengths]:
     options = recipe.packing
-    cut = np.minimum(lengths, recipe.data.max_length or options.tokens)
     if not options.enabled:
-        return PackingReport.unpacked(cut, options.rows, options.tokens), cut
-    rows = pack(cut, options.tokens, seed=recipe.train.seed, window=options.window)
-    return PackingReport.of(cut, rows, options.tokens), cut
+        return PackingReport.unpacked(lengths, options.rows, options.tokens), lengths
+    rows = pack(lengths, options.tokens, seed=recipe.train.seed, window=options.window)
+    return PackingReport.of(lengths, rows, options.tokens), lengths
 
 
 # 1. job
@@ -226,7 +238,7 @@ def _mode(recipe: Recipe, found: Facts, target: Target, job: Job, attention: str
         packed=recipe.packing.enabled,
         attention=attention,
         host_experts=bool(found.shape.routed) and job.experts == "loop",
-        whole=job.full,
+        whole=trains_whole(job.trained, job.shape.parameters + (0 if job.full else job.trained)),
         compiler=compiler_obstacle(target.device) if target.here else None,
     )
     return choose_mode(recipe.train.mode, about)
@@ -275,7 +287,7 @@ def _evaluations(recipe: Recipe, found: Facts, job: Job, times: Times, steps: in
     """Seconds of all evaluations: before the first step, at every ``eval_every``, and after the last."""
     if found.eval_lengths is None:
         return 0.0
-    report, _ = packing_of(recipe, found.eval_lengths)
+    report, _ = packing_of(recipe, found, held_out=True)
     batches = report.rows / recipe.packing.rows
     every = recipe.train.eval_every
     count = 2 + ((steps - 1) // every if every else 0)
