@@ -81,8 +81,8 @@ def _parts(job: Job, moment: str) -> list[Part]:
         Part("optimizer", state_bytes(job), job.optimizer + (", float32 masters" if _has_masters(job) else "")),
         Part("casts", cast_bytes(job, ended=end), f"trained weights in {job.compute}"),
         Part("activations", kept_bytes(job, moment), _kept_words(job)),
-        Part("reload buffers", reload_bytes(job), f"{job.buffers} of a layer's input"),
-        Part("attention mask", _mask_bytes(job), "dense, T²"),
+        Part("reload buffers", reload_bytes(job, moment), f"{job.buffers} of a layer's input"),
+        Part("attention mask", mask_bytes(job), "dense, T²"),
         Part("loss" if moment == "loss" else "backward", _working(job, moment), _working_words(job, moment)),
         Part("batch", job.tokens * 36.0, "token ids, labels, positions, segments"),
         Part("libraries", LIBRARIES, "matrix product workspaces"),
@@ -192,9 +192,9 @@ def stream_bytes(job: Job) -> float:
     return BYTES[job.weights]
 
 
-def reload_bytes(job: Job) -> float:
-    """Device buffers into which offloaded inputs are reloaded."""
-    return job.buffers * input_bytes(job) if job.layers.offloaded else 0.0
+def reload_bytes(job: Job, moment: str = "recompute") -> float:
+    """Device buffers into which offloaded inputs are reloaded: from the first layer on that is recomputed."""
+    return job.buffers * input_bytes(job) if job.layers.offloaded and moment in ("recompute", "end") else 0.0
 
 
 def host_parts(job: Job) -> list[Part]:
@@ -221,7 +221,8 @@ def loss_workspace(job: Job) -> float:
     return job.shape.vocabulary * (each * min(job.tokens, LOSS_CHUNK) + whole) + features + head
 
 
-def _mask_bytes(job: Job) -> float:
+def mask_bytes(job: Job) -> float:
+    """The dense masks of all distinct windows, where attention needs them."""
     windows = {layer.window for layer in job.shape.layers}
     return dense_mask_bytes(job.tokens, int(job.itemsize), len(windows)) if job.attention == "sdpa" else 0.0
 

@@ -23,7 +23,6 @@ from slipstream.cost.memory import (
     memory,
     room,
     state_bytes,
-    stream_bytes,
     weight_bytes,
 )
 from slipstream.cost.offload import Split
@@ -189,7 +188,7 @@ def job_of(
     )
     mode, stepping = _mode(recipe, found, target, job, attention)
     job = replace(job, mode=mode)
-    split, kept = _activations(recipe, found, job, target)
+    split, kept = _activations(recipe, job, target)
     job = replace(job, split=taken.split or split, buffers=buffer_count(recipe.memory.buffers))
     return job, tuple(_decisions(recipe, found, target, [attending, *kept, stepping, *routing]))
 
@@ -244,17 +243,15 @@ def _mode(recipe: Recipe, found: Facts, target: Target, job: Job, attention: str
     return choose_mode(recipe.train.mode, about)
 
 
-def _activations(recipe: Recipe, found: Facts, job: Job, target: Target) -> tuple[Split | None, tuple[Decision, ...]]:
+def _activations(recipe: Recipe, job: Job, target: Target) -> tuple[Split | None, tuple[Decision, ...]]:
     """What training's own policy decides, given what weights will leave free of the device."""
     free = target.device.memory_bytes - CONTEXT if target.free is None else target.free
     options = recipe.memory
     limit = target.host if options.host_limit is None else options.host_limit * 2**30
     now = Situation(
-        config=found.model.config.get_text_config(),
         device=target.device,
         layers=job.shape.depth,
-        tokens=job.tokens,
-        itemsize=int(stream_bytes(job)),
+        job=job,
         pending_bytes=round(gradient_bytes(job) + state_bytes(job)),
         buffers=options.buffers,
         host_bytes=2**62 if limit is None else round(limit),
