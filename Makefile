@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO_MODEL := $(VENV)/.demo-model
 WORKERS ?= 2
+SCREENSHOTS ?= build/screenshots
 
 # One compute thread a test worker: more would fight over the same cores.
 TEST_ENV := OMP_NUM_THREADS=1
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint test-gpu bench
+.PHONY: demo test lint test-gpu test-browser bench
 
 demo: $(DEMO_MODEL)
 	$(BIN)/python demo/demo.py
@@ -27,6 +28,10 @@ lint: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	$(BIN)/pytest -m gpu
+
+# The report in a real browser; needs Chromium (on Debian: apt-get install chromium). Screenshots are left to be looked at.
+test-browser: $(INSTALLED)
+	SLIPSTREAM_SCREENSHOTS=$(SCREENSHOTS) $(BIN)/pytest -m browser tests/browser
 
 # Each benchmark says itself when this device cannot run it, and that is no failure; the first that fails stops the rest.
 bench: $(INSTALLED)

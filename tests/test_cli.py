@@ -17,6 +17,7 @@ from slipstream import cli, doctor
 from slipstream.errors import InputError
 from slipstream.plan import command
 from slipstream.recipe import Recipe
+from tiny import tiny_model, tiny_tokenizer
 
 
 @dataclass
@@ -237,11 +238,33 @@ def test_python_m_slipstream_is_the_same() -> None:
     assert "Usage: slipstream" in result.stderr
 
 
-def test_a_reader_that_leaves_early_is_no_traceback() -> None:
+def closed_pipe(*arguments: str, **variables: str) -> tuple[int, str]:
+    """Exit code and standard error of a command whose standard output nobody reads any more."""
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, "-m", "slipstream", "--version"]
-    result = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+    command = [sys.executable, "-m", "slipstream", *arguments]
+    env = {**os.environ, **variables}
+    result = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False, env=env)
     os.close(write_end)
-    assert result.returncode == 1
-    assert result.stderr == ""
+    return result.returncode, result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["bench", "--help"]])
+def test_a_reader_that_leaves_early_is_no_traceback(arguments: list[str]) -> None:
+    assert closed_pipe(*arguments) == (141, "")
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_rows_may_be_read_by_head(tmp_path: Path, flags: list[str]) -> None:
+    """By the consoles' road, and by that of ``--json``."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer(eos="</s>").save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(20)))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model: {tmp_path / 'model'}\noutput: o\ndata: {{train: {tmp_path / 'rows.jsonl'}}}\n")
+    caches = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "XDG_CACHE_HOME": str(tmp_path / "caches")}
+    code, err = closed_pipe("data", str(path), *flags, **caches)
+    assert code == 141
+    assert "Traceback" not in err
+    assert "Broken" not in err
+    assert flags or err == ""

@@ -127,6 +127,8 @@ def test_a_run_with_new_tokens(adapter: str, tmp_path: Path, merge: Command) -> 
     run, out = run_of(tmp_path, base, tokens, *changes[adapter], rows=rows), tmp_path / "out"
     code, _, err = merge(run, "--out", out, "--json")
     assert code == 0, err
+    told = {one["name"]: one["reason"] for one in json.loads((run / "run.json").read_text())["decisions"]}
+    assert told["new tokens"] == "3 tokens added to the vocabulary"
     source = run / ("model" if adapter == "none" else "adapter")
     for folder in (source, out):
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -158,7 +160,7 @@ def test_a_run_with_new_tokens(adapter: str, tmp_path: Path, merge: Command) -> 
 def _four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four bits on the CPU, which a run refuses: bitsandbytes can, if slowly."""
     pytest.importorskip("bitsandbytes", reason="needs the extra nf4")
-    monkeypatch.setattr("slipstream.run.check_quantize", lambda *_, **__: None)
+    monkeypatch.setattr("slipstream.prepare.check_quantize", lambda *_, **__: None)
 
 
 @pytest.mark.usefixtures("_four_bits")
@@ -214,7 +216,7 @@ def test_without_bitsandbytes_nothing_is_loaded(
     override: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.model.quantize.find_spec", lambda _: None)
-    monkeypatch.setattr("slipstream.train.arguments.find_spec", lambda _: None)
+    monkeypatch.setattr("slipstream.train.options.find_spec", lambda _: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(InputError, match=told):
         run_of(tmp_path, tmp_path / "no-such-base", override)

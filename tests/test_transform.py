@@ -10,7 +10,9 @@ from torch import nn
 
 import slipstream
 from packed import documents, logits_alone, logits_of, model_of, row_of, with_adapter
-from slipstream import InputError, Options, Segments, apply, decisions, restore
+from slipstream import InputError, Options, Segments, apply, decisions, restore, transform
+from slipstream.memory.policy import Situation, choose_activations
+from slipstream.model.lora import AdapterOptions, add_adapter
 from slipstream.transform import ATTRIBUTE, base_model, packing_decision
 from tiny import tiny_model
 
@@ -334,3 +336,43 @@ def test_a_model_with_recurrent_layers_is_refused(kind: str) -> None:
 def test_public_names_are_the_functions() -> None:
     assert slipstream.apply is apply
     assert callable(slipstream.restore)
+
+
+# What activations are chosen from
+
+
+def situation_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Situation:
+    seen: list[Situation] = []
+
+    def choose(asked: Any, now: Situation) -> Any:
+        seen.append(now)
+        return choose_activations(asked, now)
+
+    monkeypatch.setattr(transform, "choose_activations", choose)
+    apply(model, Options(tokens=64, **options))
+    (now,) = seen
+    return now
+
+
+def test_activations_are_chosen_for_what_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = situation_of(tiny_model(), monkeypatch, attention="sdpa").job
+    assert whole is not None
+    assert (whole.full, whole.rank, whole.adapted) == (True, 0, ())
+    assert (whole.tokens, whole.attention, whole.weights, whole.compute) == (64, "sdpa", "float32", "float32")
+    model = add_adapter(tiny_model(), AdapterOptions(rank=3, modules_to_save=["lm_head"]), seed=0)
+    some = situation_of(model, monkeypatch, compute_dtype=torch.bfloat16).job
+    assert some is not None
+    assert (some.full, some.rank, some.compute) == (False, 3, "bfloat16")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert some.trained == trained  # the adapters by their formula, and the head
+
+
+def test_a_configuration_that_can_not_be_read_keeps_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(config: Any) -> Any:
+        raise InputError("model: its configuration has None for hidden_size")
+
+    monkeypatch.setattr(transform.ModelShape, "of", unreadable)
+    model = tiny_model()
+    assert situation_of(model, monkeypatch).job is None
+    told = {decision.name: decision for decision in decisions(model)}["recompute"]
+    assert told.reason == "model: its configuration has None for hidden_size, so activations are kept"

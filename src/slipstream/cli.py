@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
     from slipstream.recipe import Recipe
 
-EXIT_BROKEN_PIPE = 1
+EXIT_READER_GONE = 141
+"""Whoever read standard output has closed it (``slipstream data ... | head -1``): 128 + SIGPIPE, what a shell shows for
+``cat``, ``grep`` and ``git``, which that signal ends without a word. 0 would tell a script that all was written, and 1
+that there was a fault. The signal itself stays ignored, as Python has it: it would end a training run whose connection
+to a tracker breaks."""
 EXIT_INPUT = 2
 EXIT_DOES_NOT_FIT = 3
 EXIT_INTERRUPTED = 130
@@ -53,7 +57,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on s
 
 
 def main() -> None:
-    """Run the command line: 0 done, 2 wrong input, 3 the plan does not fit, 130 interrupted, 1 anything else."""
+    """Run the command line: 0 done, 2 wrong input, 3 the plan does not fit, 130 interrupted, 141 the reader of standard
+    output has gone, 1 anything else.
+    """
     try:
         try:
             app(prog_name="slipstream")
@@ -69,9 +75,17 @@ def main() -> None:
         print("slipstream: interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader has gone; without this the interpreter's own flush at exit would complain once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(EXIT_BROKEN_PIPE)
+        _leave_without_reader()
+    except SystemExit as left:
+        if isinstance(left.__context__, BrokenPipeError):  # the command line's library would leave with 1
+            _leave_without_reader()
+        raise
+
+
+def _leave_without_reader() -> NoReturn:
+    """Exit without a word; else the interpreter's own flush at exit would complain once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(EXIT_READER_GONE)
 
 
 def _print_version(asked: bool) -> None:
@@ -320,7 +334,12 @@ def _console(*, stderr: bool) -> "Console":
     """A console that prints text as it is: brackets in a user's data are no markup, ``:id:`` is no emoji."""
     from rich.console import Console
 
-    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            self.quiet = True
+            _leave_without_reader()
+
+    return Output(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def _speaks() -> bool:

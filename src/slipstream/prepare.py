@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import datasets
@@ -24,13 +24,16 @@ from rich.progress import Progress as Bar
 from slipstream.data.account import counted
 from slipstream.data.packing import PackingReport, pack_dataset, packed
 from slipstream.data.tokens import Progress, TokenisedSet, tokenise
+from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.model.load import load_model, load_tokenizer
 from slipstream.model.lora import add_adapter
 from slipstream.model.new_tokens import fit_vocabulary, new_token_ids
+from slipstream.model.quantize import check_quantize, quantize_decisions
 from slipstream.recipe import Recipe
 from slipstream.report.numbers import percent_text
-from slipstream.transform import packing_decision
+from slipstream.train.options import check_optimizer, check_trackers
+from slipstream.transform import decisions, packing_decision
 
 LINE_EVERY_SECONDS = 10.0
 
@@ -154,13 +157,45 @@ def build_model(recipe: Recipe, device: torch.device) -> Any:
     tokenizer = load_tokenizer(recipe.model, recipe.load)
     tokens = new_token_ids(model, tokenizer, recipe.load.new_tokens)
     fit_vocabulary(model, tokenizer)
-    if recipe.packing.enabled:
-        possible = packing_decision(model)
-        if not possible.on:
-            raise InputError(f"{recipe.model} can't be trained packed: {possible.reason}")
+    check_packing(recipe, model)
     if recipe.adapter.kind == "lora":
         model = add_adapter(model, recipe.adapter, seed=recipe.train.seed, new_tokens=tokens)
     return model
+
+
+def check_here(recipe: Recipe) -> None:
+    """Raises ``InputError`` for what a recipe asks for and this machine lacks; asked before anything is read."""
+    check_trackers(recipe.train)
+    check_quantize(recipe.load.quantize, has_card=torch.cuda.is_available())
+    check_optimizer(recipe.train)
+
+
+def check_packing(recipe: Recipe, model: Any) -> None:
+    """Raises ``InputError`` where the recipe packs and the model can't be trained so; weights may be meta tensors."""
+    if recipe.packing.enabled and not (possible := packing_decision(model)).on:
+        raise InputError(f"{recipe.model} can't be trained packed: {possible.reason}")
+
+
+def run_decisions(recipe: Recipe, model: Any) -> list[Decision]:
+    """What was decided about a loaded model: by ``apply``, corrected by what the recipe switches off, and before."""
+    decided, told = decisions(model), new_tokens_decision(recipe)
+    if not recipe.packing.enabled:
+        off = Decision("packing", False, "packing.enabled: false; documents are padded, one a row")
+        decided = [off if decision.name == "packing" else decision for decision in decided]
+    return [*decided, *([] if told is None else [told]), *quantize_decisions(model)]
+
+
+def new_tokens_decision(recipe: Recipe) -> Decision | None:
+    """What becomes of ``load.new_tokens``, and which of them are no new ones; None where none are named."""
+    named = recipe.load.new_tokens
+    if not named:
+        return None
+    vocabulary = load_tokenizer(recipe.model, replace(recipe.load, new_tokens=[])).get_vocab()
+    old = [token for token in named if token in vocabulary]
+    reason = f"{counted(len(named) - len(old), 'token')} added to the vocabulary"
+    if old:
+        reason += f"; there already, and trained as they are: {', '.join(old)}"
+    return Decision("new tokens", len(old) < len(named), reason)
 
 
 def trained_in_place(recipe: Recipe) -> bool:

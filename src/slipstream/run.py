@@ -30,22 +30,31 @@ from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator, PaddedCollator
 from slipstream.errors import InputError
 from slipstream.model.load import check_context, load_tokenizer
-from slipstream.model.quantize import check_quantize, quantize_decisions
 from slipstream.places import keep_compiled_code
 from slipstream.plan.facts import Target, this_machine
 from slipstream.plan.prediction import Taken
 from slipstream.plan.record import plan_line, run_plan
-from slipstream.prepare import Rows, build_model, data_record, planned_steps, prepare_rows, quiet_libraries
+from slipstream.prepare import (
+    Rows,
+    build_model,
+    check_here,
+    data_record,
+    planned_steps,
+    prepare_rows,
+    quiet_libraries,
+    run_decisions,
+)
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
 from slipstream.resume import checkpoint_to_resume, claimed
 from slipstream.run_json import describe_run, model_card, now
 from slipstream.step.choice import check_mode
-from slipstream.train.arguments import KeepBest, check_optimizer, check_schedule, check_trackers, training_arguments
+from slipstream.train.arguments import KeepBest, training_arguments
 from slipstream.train.checkpoint import checkpoint_step
 from slipstream.train.divergence import StopOnDivergence
 from slipstream.train.interrupt import StopRequest
 from slipstream.train.optimizers import choose_optimizer
+from slipstream.train.options import check_schedule
 from slipstream.train.progress import ProgressBar, clock
 from slipstream.train.ranks import Ranks
 from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
@@ -55,7 +64,7 @@ from slipstream.train.timeline import FILE as TIMELINE
 from slipstream.train.timeline import StepTimeline
 from slipstream.train.trackers import tracker_callbacks
 from slipstream.train.trainer import Trainer
-from slipstream.transform import Options, applied, apply, decisions, restore, tell_later_decisions
+from slipstream.transform import Options, applied, apply, restore, tell_later_decisions
 
 
 @dataclass(frozen=True)
@@ -92,9 +101,7 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
     with Ranks.joined() as ranks:
         console = console if ranks.first else Console(quiet=True)
         with ranks.together():
-            check_trackers(recipe.train)
-            check_quantize(recipe.load.quantize, has_card=torch.cuda.is_available())
-            check_optimizer(recipe.train)
+            check_here(recipe)
             here = describe("cuda" if torch.cuda.is_available() else "cpu")
             check_mode(recipe.train.mode, here, packed=recipe.packing.enabled)
         keep_compiled_code()
@@ -152,7 +159,7 @@ def _applied(recipe: Recipe, model: nn.Module, autocast: torch.dtype, sets: list
     apply(model, options)
     longest = max(int(rows.tokenised.lengths.max()) for rows in sets)
     context = check_context(model.config, longest, "data.max_length")
-    return [*run_decisions(recipe, model), *quantize_decisions(model), *([] if context is None else [context])]
+    return [*run_decisions(recipe, model), *([] if context is None else [context])]
 
 
 def _planned(recipe: Recipe, model: nn.Module, target: Target, sets: tuple[Rows, Rows | None]) -> dict[str, Any]:
@@ -160,14 +167,6 @@ def _planned(recipe: Recipe, model: nn.Module, target: Target, sets: tuple[Rows,
     held, hung = sets[1], applied(model)
     taken = Taken() if hung is None else Taken(hung.attention, hung.split)
     return run_plan(recipe, target, (sets[0].tokenised, None if held is None else held.tokenised), taken)
-
-
-def run_decisions(recipe: Recipe, model: nn.Module) -> list[Decision]:
-    """What ``apply`` decided, corrected by what the recipe switches off."""
-    if recipe.packing.enabled:
-        return decisions(model)
-    off = Decision("packing", False, "packing.enabled: false; documents are padded, one a row")
-    return [off if decision.name == "packing" else decision for decision in decisions(model)]
 
 
 class _Training:

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from slipstream.cost.hardware import Device, describe
+from slipstream.cost.job import BYTES, Job
 from slipstream.cost.offload import Split
+from slipstream.cost.shape import ModelShape
 from slipstream.cost.tiles import TilesChoice
 from slipstream.decision import Decision
 from slipstream.errors import InputError
@@ -45,6 +47,8 @@ from slipstream.model.tiled_mlp import TiledMLP, tile_mlps
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 ATTRIBUTE = "_slipstream"
+ASSUMED_RANK = 16
+"""Of adapters that are yet to come."""
 RECURRENT = re.compile(
     r"Mamba|SSM|GatedDelta|DeltaNet|ShortConv|RWKV|Rwkv|Recurrent|LinearAttention|LightningAttention"
 )
@@ -120,7 +124,7 @@ def apply(model: Model, options: Options | None = None) -> Model:
     packing, carrier = _packing(base)
     choice, key, attention = _attention(options, base, device, packing, carrier)
     experts_choice, experts = choose_experts(options.experts, base, device, options.compute_dtype or base.dtype)
-    memory = _activations(options, base, device)
+    memory = _activations(options, base, device, choice)
     forward = PackedForward(packing, key, carrier)
     previous = base.config._attn_implementation
     mixture = AppliedExperts.to(base, experts_choice) if experts_choice else None
@@ -263,22 +267,54 @@ def _attention(
     return None, None, Decision("attention", False, "left as it was, because this model can't be trained packed")
 
 
-def _activations(options: Options, base: Any, device: Device) -> Chosen:
+def _activations(options: Options, base: Any, device: Device, attention: str | None) -> Chosen:
     """What becomes of each layer's activations."""
     if options.activations == "auto" and checkpoints(base):
         given = "the model was given with checkpointing switched on"
         return Chosen(None, (Decision("recompute", True, given), Decision("offload", False, given)))
+    job, unknown = _job(options, base, attention)
     now = Situation(
-        config=base.config,
         device=device,
         layers=len(checkpoint_layers(base)),
-        tokens=options.tokens,
-        itemsize=base.dtype.itemsize,
+        job=job,
+        unknown=unknown,
         pending_bytes=_pending_bytes(base),
         buffers=options.buffers,
         host_bytes=host_budget(options.host_limit),
     )
     return choose_activations(options.activations, now)
+
+
+def _job(options: Options, base: Any, attention: str | None) -> tuple[Job | None, str]:
+    """What a step will compute, as far as it can be told; else None and why not.
+
+    Where some weights are frozen already, what is trained is there; else all are taken to be trained.
+    """
+    if options.tokens is None:
+        return None, "batch size not known here"
+    try:
+        shape = ModelShape.of(base.config)
+    except InputError as error:
+        return None, str(error)
+    full = all(p.requires_grad for p in base.parameters())
+    trained = [(name, p) for name, p in base.named_parameters() if p.requires_grad and not full]
+    ranks = [p.shape[0] for name, p in trained if "lora_A" in name]
+    dtypes = (base.dtype, options.compute_dtype or base.dtype)
+    weights, compute = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    job = Job(
+        shape=shape,
+        tokens=options.tokens,
+        lengths=(options.tokens,),
+        full=full,
+        rank=0 if full else max(ranks, default=ASSUMED_RANK),
+        adapted=() if full else shape.adapted(),
+        saved=sum(p.numel() for name, p in trained if "lora_" not in name),
+        weights=weights if weights in BYTES else "float32",
+        compute=compute if compute in BYTES else "float32",
+        attention=attention or "sdpa",
+        tiles=options.tiles,
+    )
+    return job, ""
 
 
 def _pending_bytes(base: nn.Module) -> int:

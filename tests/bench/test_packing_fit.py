@@ -9,7 +9,7 @@ from slipstream.bench import packing_fit
 from slipstream.bench.packing_arms import Workbench
 from slipstream.bench.packing_fit import default_tokens, needed_bytes, refuse_what_does_not_fit
 from slipstream.bench.shapes import shape_config
-from slipstream.cost.estimate import kept_activation_bytes, loss_bytes
+from slipstream.cost.memory import layer_bytes, loss_workspace
 from slipstream.device.segments import LARGEST_MASK_BYTES
 from slipstream.errors import InputError
 
@@ -28,12 +28,13 @@ def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def test_every_layer_keeps_a_mask_unless_it_is_recomputed(bench: Workbench) -> None:
-    config, tokens = bench.base.config, 1024
-    loss = loss_bytes(config, tokens) * 2  # float32
-    activations = kept_activation_bytes(config, tokens) * 2
-    assert needed_bytes(bench, tokens, False) == activations + loss + tokens**2 * (3 * 4 + 2)
-    inputs = 3 * tokens * config.hidden_size * 4
-    assert needed_bytes(bench, tokens, True) == inputs + activations // 3 + loss + tokens**2 * (4 + 2)
+    tokens = 1024
+    job = packing_fit.job_of(bench, tokens, False)
+    layer, loss = tokens * layer_bytes(job, job.shape.layers[0]), loss_workspace(job)
+    assert loss > 8 * tokens * bench.base.config.vocab_size  # all logits and their gradient, in float32
+    assert needed_bytes(bench, tokens, False) == int(3 * layer + loss) + tokens**2 * (3 * 4 + 2)
+    inputs = 3 * tokens * bench.base.config.hidden_size * 4
+    assert needed_bytes(bench, tokens, True) == int(inputs + layer + loss) + tokens**2 * (4 + 2)
 
 
 def test_without_a_card_the_row_is_short(bench: Workbench) -> None:

@@ -1,37 +1,22 @@
 """Keep, recompute or offload: what is asked for is done, and ``auto`` takes the cheapest split that fits."""
 
 from dataclasses import replace
-from types import SimpleNamespace
+from itertools import product
 from typing import Any
 
 import pytest
 
-from slipstream.cost.estimate import kept_activation_bytes, loss_bytes
+from cost.configs import GPT_OSS_20B, LLAMA_1B, QWEN3_8B, config, job
 from slipstream.cost.hardware import Device
-from slipstream.cost.offload import Split, layer_input_bytes
+from slipstream.cost.job import Job
+from slipstream.cost.memory import layer_bytes, memory
+from slipstream.cost.offload import Split
 from slipstream.errors import InputError
 from slipstream.memory import policy
-from slipstream.memory.policy import MARGIN, Situation, choose_activations, demand_of, host_budget
+from slipstream.memory.policy import MARGIN, Situation, choose_activations, host_budget
 
 GIB = 2**30
-CONFIG = SimpleNamespace(
-    hidden_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=128,
-    num_hidden_layers=6,
-    vocab_size=1000,
-    head_dim=16,
-)
-QWEN3_8B = SimpleNamespace(
-    hidden_size=4096,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    intermediate_size=12288,
-    num_hidden_layers=36,
-    vocab_size=151936,
-    head_dim=128,
-)
+CONFIG = config("llama", (64, 6, 4, 2, 16, 128, 1000), True)
 HOST = Device("cpu", "a host", 2**60, None, bf16=False, unified_memory=True)
 H200 = Device("cuda", "NVIDIA H200", 141 * 10**9, (9, 0), bf16=True, unified_memory=False)
 LAPTOP = Device("cuda", "NVIDIA GeForce RTX 4060 Laptop GPU", 8 * GIB, (8, 9), bf16=True, unified_memory=False)
@@ -49,9 +34,19 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
     return on_card
 
 
-def now(device: Device, tokens: int | None = 4096, config: Any = CONFIG, **more: Any) -> Situation:
-    settings = {"layers": config.num_hidden_layers, "host_bytes": 2**60, **more}
-    return Situation(config=config, device=device, tokens=tokens, **settings)
+def now(device: Device, tokens: int | None = 4096, values: dict[str, Any] = CONFIG, **more: Any) -> Situation:
+    settings = {"layers": values["num_hidden_layers"], "host_bytes": 2**60, **more}
+    return Situation(device=device, job=None if tokens is None else job(values, tokens, document=tokens), **settings)
+
+
+def demand_of(situation: Situation) -> Any:
+    assert situation.job is not None
+    return policy.demand_of(situation, situation.job)
+
+
+def everything(situation: Situation) -> int:
+    """Bytes that keeping all activations takes."""
+    return int(demand_of(situation).device_bytes(Split(situation.layers, 0, 0)))
 
 
 def names(chosen: policy.Chosen) -> dict[str, bool]:
@@ -95,7 +90,7 @@ def test_offload_where_it_can_not_be_is_recompute_and_a_decision(situation: Situ
 
 
 def test_host_memory_too_small_is_told_with_what_to_change() -> None:
-    size = layer_input_bytes(QWEN3_8B, 49_152, 2)
+    size = 49_152 * 4096 * 2
     assert choose_activations("offload", now(H200, 49_152, QWEN3_8B, host_bytes=35 * size)).split == Split(0, 1, 35)
     told = r"needs 13.1 GiB of host memory \(35 layer inputs of 0.38 GiB\) and may take 13.1 GiB; .*memory.host_limit"
     with pytest.raises(InputError, match=told):
@@ -113,7 +108,7 @@ def test_auto_keeps_where_the_batch_is_unknown() -> None:
 
 
 def test_auto_keeps_up_to_the_margin_and_recomputes_beyond(free: Any) -> None:
-    needed = kept_activation_bytes(CONFIG, 4096) + loss_bytes(CONFIG, 4096, whole_logits=False)
+    needed = everything(now(H200))
     free(int(needed / MARGIN) + 1)
     chosen = choose_activations("auto", now(H200))
     assert chosen.split == Split(6, 0, 0)
@@ -128,7 +123,7 @@ def test_auto_keeps_up_to_the_margin_and_recomputes_beyond(free: Any) -> None:
 
 
 def test_what_training_will_take_besides_is_not_free(free: Any) -> None:
-    needed = kept_activation_bytes(CONFIG, 4096) + loss_bytes(CONFIG, 4096, whole_logits=False)
+    needed = everything(now(H200))
     free(int(needed / MARGIN) + 1)
     assert choose_activations("auto", now(H200, pending_bytes=needed // 10)).split != Split(6, 0, 0)
 
@@ -166,13 +161,12 @@ def test_only_what_does_not_fit_is_offloaded_and_the_host_has_the_last_word(free
     room = demand.device_bytes(Split(0, 26, 10))
     free(int(room / MARGIN) + 1)
     chosen = choose_activations("auto", situation)
-    assert chosen.split == Split(1, 21, 14)  # a kept layer in the room that recomputing one needs anyway
+    assert chosen.split == Split(1, 26, 9)  # a kept layer in the room that recomputing one needs anyway
     assert names(chosen) == {"recompute": True, "offload": True}
-    assert "14 of 36 layers, 5.2 GiB" in chosen.decisions[1].reason
-    less = choose_activations("auto", replace(situation, host_bytes=13 * demand.input_bytes))
-    assert less.split == Split(0, 26, 10)
-    tight = choose_activations("auto", replace(situation, host_bytes=9 * demand.input_bytes))
-    assert tight.split == Split(0, 27, 9)
+    assert "9 of 36 layers, 3.4 GiB" in chosen.decisions[1].reason
+    assert choose_activations("auto", replace(situation, host_bytes=9 * demand.input_bytes)).split == chosen.split
+    tight = choose_activations("auto", replace(situation, host_bytes=8 * demand.input_bytes))
+    assert tight.split == Split(0, 28, 8)
     assert "may not run" in tight.decisions[0].reason
 
 
@@ -189,7 +183,7 @@ def test_auto_does_not_offload_where_memory_is_shared(device: Device, free: Any,
 
 
 def test_a_hosts_limit_binds_and_is_what_the_reason_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = kept_activation_bytes(CONFIG, 4096) + loss_bytes(CONFIG, 4096, whole_logits=False)
+    needed = everything(now(H200))
     assert choose_activations("auto", now(replace(HOST, memory_bytes=100 * needed))).split == Split(6, 0, 0)
     monkeypatch.setattr(policy, "host_memory_limit", lambda: needed)
     chosen = choose_activations("auto", now(HOST))
@@ -200,6 +194,45 @@ def test_a_hosts_limit_binds_and_is_what_the_reason_says(monkeypatch: pytest.Mon
 def test_a_cards_free_memory_is_what_torch_tells(free: Any) -> None:
     free(5 * GIB)
     assert "of the 5.0 GiB free" in choose_activations("auto", now(H200)).decisions[0].reason
+
+
+@pytest.mark.parametrize("values", [QWEN3_8B, LLAMA_1B, GPT_OSS_20B])
+@pytest.mark.parametrize("attention", ["varlen", "sdpa"])
+def test_bytes_are_those_that_a_plan_predicts(values: dict[str, Any], attention: str) -> None:
+    moments = set()
+    for tokens, (kept, offloaded) in product((8192, 65_536), ((1.0, 0), (0.5, 0), (0.0, 1), (0.0, 4))):
+        situation = now(H200, tokens, values)
+        assert situation.job is not None
+        depth = situation.layers
+        split = Split(int(kept * depth), depth - int(kept * depth) - offloaded, offloaded)
+        asked = replace(situation.job, attention=attention, split=split)
+        demand, planned = policy.demand_of(situation, asked), memory(asked)
+        parts = {part.name: part.bytes for part in planned.device}
+        moments.add("loss" if "loss" in parts else "backward")
+        of_activations = ("activations", "reload buffers", "attention mask", "loss", "backward")
+        assert demand.device_bytes(split) == pytest.approx(sum(parts.get(name, 0) for name in of_activations))
+        assert demand.host_bytes(split) == planned.host_bytes
+        assert ("attention mask" in parts) == (attention == "sdpa")
+    assert moments == {"loss", "backward"}
+
+
+@pytest.mark.parametrize("values", [QWEN3_8B, LLAMA_1B, GPT_OSS_20B, CONFIG])
+@pytest.mark.parametrize("full", [False, True])
+def test_compiled_layers_keep_no_more_than_is_reckoned_with(values: dict[str, Any], full: bool) -> None:
+    def kept(mode: str) -> float:
+        asked: Job = job(values, 4096, full=full, mode=mode)
+        return layer_bytes(asked, asked.shape.layers[0])
+
+    assert kept("captured") == kept("compiled") < kept("eager")
+    assert demand_of(replace(now(H200), job=job(CONFIG, 4096, mode="captured"))) == demand_of(
+        replace(now(H200), job=job(CONFIG, 4096))
+    )
+
+
+def test_experts_that_a_token_goes_to_are_counted() -> None:
+    """gpt-oss keeps four experts' activations where a dense model of its width keeps one MLP's."""
+    dense = {**GPT_OSS_20B, "num_local_experts": None}
+    assert everything(now(H200, 8192, GPT_OSS_20B)) > 2 * everything(now(H200, 8192, dense))
 
 
 # The host's share

@@ -99,7 +99,7 @@ def test_weights_come_in_the_dtype_asked_for(folder: Path, dtype: str) -> None:
 def test_local_loading_shows_no_progress_bar_and_leaves_the_setting(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()  # whatever other tests have left
     capfd.readouterr()
     load_model(str(folder), FLOAT32)
     assert "Loading weights" not in capfd.readouterr().err

@@ -2,10 +2,12 @@
 
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from rich.console import Console
 from transformers import AutoConfig
@@ -13,8 +15,9 @@ from transformers import AutoConfig
 from cost.configs import GPT_OSS_20B, QWEN3_06B, QWEN3_14B
 from slipstream.cost.ceilings import Ceilings
 from slipstream.cost.hardware import Device
+from slipstream.data.packing import pack
 from slipstream.errors import InputError
-from slipstream.plan import command, facts
+from slipstream.plan import command, facts, prediction, search
 from slipstream.recipe import Recipe, load_recipe
 from tiny import tiny_tokenizer
 from tiny_gguf import LAYERS, write_gguf
@@ -255,10 +258,133 @@ def test_what_training_would_refuse_is_refused_here(tmp_path: Path) -> None:
     for key in ("adapter.experts", "adapter.router"):
         with pytest.raises(InputError, match=rf"{key}: Qwen3ForCausalLM has no .* to adapt"):
             plan(recipe_of(tmp_path, QWEN3_06B, f"{key}=true"))
+    with pytest.raises(InputError, match=r"modules_to_save: 'lm_heed' matches no module; did you mean lm_head"):
+        plan(recipe_of(tmp_path, QWEN3_06B, "adapter.modules_to_save=[lm_heed]"))
+    with pytest.raises(InputError, match=r"train.warmup: 20 steps >= the run's 16, .* raise train.epochs"):
+        plan(recipe_of(tmp_path, QWEN3_06B, "train.warmup=20"))
     assert plan(recipe_of(tmp_path, QWEN3_06B, "load.quantize=nf4"))[1]
+
+
+def test_a_model_that_can_not_be_packed_is_refused_as_training_does(tmp_path: Path) -> None:
+    short = {"model_type": "lfm2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = {**short, "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
+    with pytest.raises(InputError, match=r"can't be trained packed: layers that carry state.*packing.enabled: false"):
+        plan(recipe_of(tmp_path, {**config, "vocab_size": 320}))
+    _, fits, _ = plan(recipe_of(tmp_path, tmp_path / "model", "packing.enabled=false"))
+    assert fits
+
+
+@pytest.mark.usefixtures("cpu_machine")
+def test_packages_are_looked_for_where_the_plan_is_for_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.train.options.find_spec", lambda _: None)
+    for override, told in (("trackers=[wandb]", "wandb is not installed"), ("optimizer=adamw8bit", "needs bitsandbyt")):
+        recipe = recipe_of(tmp_path, QWEN3_06B, f"train.{override}")
+        with pytest.raises(InputError, match=told):
+            plan(recipe, None)
+        assert plan(recipe, "h200")[1]
+
+
+def test_sharding_is_told_as_a_single_process_trains(tmp_path: Path) -> None:
+    document, fits, said = plan(recipe_of(tmp_path, QWEN3_06B, "train.sharding=fsdp2"))
+    assert fits
+    assert decisions(document)["sharding"] == (
+        False,
+        "a plan is for one process, with all weights in it, and one process has no one to divide with; start several",
+    )
+    assert "sharding: off (a plan is for one process" in said
+    assert "sharding" not in decisions(plan(recipe_of(tmp_path, tmp_path / "model"))[0])
+
+
+def test_a_model_that_can_not_be_divided_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skeleton = command.skeleton
+
+    def without_layers(recipe: Recipe) -> Any:
+        model = skeleton(recipe)
+        model._no_split_modules = None
+        return model
+
+    monkeypatch.setattr(command, "skeleton", without_layers)
+    recipe = recipe_of(tmp_path, QWEN3_06B, "train.sharding=fsdp2")
+    with pytest.raises(InputError, match="Qwen3ForCausalLM names no layers to divide it by"):
+        plan(recipe)
+    assert plan(recipe_of(tmp_path, tmp_path / "model"))[1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "told"),
+    [
+        ("['']", "a token of blanks alone"),
+        ("['<a>', ' ']", "a token of blanks alone"),
+        ("['<a>', '<b>', '<a>']", "'<a>' is named more than once"),
+        ("[7]", "load.new_tokens"),
+        ("<a>", "load.new_tokens"),
+    ],
+)
+def test_odd_new_tokens_are_refused(tmp_path: Path, tokens: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        plan(recipe_of(tmp_path, QWEN3_06B, f"load.new_tokens={tokens}"))
+
+
+def test_tokens_that_are_not_new_are_told(tmp_path: Path) -> None:
+    document, _, said = plan(recipe_of(tmp_path, QWEN3_06B, "load.new_tokens=['<a>', '</s>']"))
+    assert decisions(document)["new tokens"] == (
+        True,
+        "1 token added to the vocabulary; there already, and trained as they are: </s>",
+    )
+    assert "there already, and trained as they are: </s>" in said
+    document, _, _ = plan(recipe_of(tmp_path, tmp_path / "model", "load.new_tokens=['</s>']"))
+    assert decisions(document)["new tokens"][0] is False
+    assert "new tokens" not in decisions(plan(recipe_of(tmp_path, tmp_path / "model"))[0])
 
 
 @pytest.mark.usefixtures("cpu_machine")
 def test_four_bits_need_a_card_in_a_plan_too(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"load.quantize: nf4 needs a CUDA card"):
         plan(recipe_of(tmp_path, QWEN3_06B, "load.quantize=nf4"), None)
+
+
+def test_documents_are_packed_once_for_all_predictions_that_ask_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 14B parameters and 100,000 rows, where nothing fits and many changes are tried."""
+    recipe = recipe_of(tmp_path, QWEN3_14B, "packing.tokens=2048", "load.dtype=float32", "adapter.rank=64")
+    model = facts.skeleton(recipe)
+    shape, adapted = facts.shape_of(model), facts.adapted_sizes(recipe.adapter, model)
+    lengths = np.random.default_rng(0).integers(20, 1500, size=100_000)
+    found = facts.Facts(model, shape, adapted, 0, lengths, None, {})
+    made: list[tuple[int, int | None]] = []
+    tried: list[Recipe] = []
+
+    def counted_pack(sizes: Any, capacity: int, **options: Any) -> list[list[int]]:
+        made.append((capacity, options["window"]))
+        return pack(sizes, capacity, **options)
+
+    def counted_predict(changed: Recipe, *rest: Any) -> Any:
+        tried.append(changed)
+        return prediction.predict(changed, *rest)
+
+    monkeypatch.setattr(prediction, "pack", counted_pack)
+    monkeypatch.setattr(search, "predict", counted_predict)
+    began = time.process_time()
+    assert search.remedies(recipe, found, facts.target("rtx-3060-laptop")) == []
+    assert time.process_time() - began < 10  # about 2, and 20 where each prediction packs
+    assert len(tried) > 20
+    assert sorted(made) == sorted(set(made))
+    assert {capacity for capacity, _ in made} == {changed.packing.tokens for changed in tried}
+
+
+def test_another_way_of_packing_is_not_taken_for_one_that_was_made(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    model = facts.skeleton(recipe)
+    found = facts.Facts(model, facts.shape_of(model), (), 0, np.array([300, 500, 700] * 9), np.array([90] * 9), {})
+    kept = [prediction.packing_of(recipe, found), prediction.packing_of(recipe, found, held_out=True)]
+    for override in ("packing.tokens=2048", "packing.window=3", "train.seed=1", "data.max_length=400"):
+        kept.append(prediction.packing_of(recipe_of(tmp_path, tmp_path / "model", override), found))
+    for rows in (1, 2):
+        off = ("packing.enabled=false", f"packing.rows={rows}")
+        kept.append(prediction.packing_of(recipe_of(tmp_path, tmp_path / "model", *off), found))
+    assert len({id(one) for one in kept}) == len(found.packings) == 8
+    assert prediction.packing_of(recipe_of(tmp_path, tmp_path / "model", "packing.rows=4"), found) is kept[0]
+    assert kept[-1][0].padded_tokens != kept[-2][0].padded_tokens

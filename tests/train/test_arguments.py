@@ -5,13 +5,15 @@ from pathlib import Path
 import pytest
 
 from slipstream import InputError
-from slipstream.train import arguments
-from slipstream.train.arguments import TRACKERS, check_schedule, check_trackers, training_arguments
-from slipstream.train.options import TrainOptions
+from slipstream.train import options as train_options
+from slipstream.train.arguments import training_arguments
+from slipstream.train.options import TRACKERS, TrainOptions, check_schedule, check_trackers
 
 
 def test_a_tracker_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "find_spec", lambda package: None if package in sum(TRACKERS.values(), ()) else 1)
+    monkeypatch.setattr(
+        train_options, "find_spec", lambda package: None if package in sum(TRACKERS.values(), ()) else 1
+    )
     check_trackers(TrainOptions())
     for tracker in TRACKERS:
         with pytest.raises(InputError, match=rf"train.trackers: {tracker} is not installed; pip install {tracker}"):
@@ -19,7 +21,7 @@ def test_a_tracker_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_tracker_that_is_installed_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(arguments, "find_spec", lambda package: package == "tensorboardX" or None)
+    monkeypatch.setattr(train_options, "find_spec", lambda package: package == "tensorboardX" or None)
     options = TrainOptions(trackers=["tensorboard"])
     check_trackers(options)
     args = training_arguments(options, tmp_path, rows=1, has_eval=False, cpu=True)

@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from packed import model_of, with_adapter
 from slipstream import InputError, apply
-from slipstream.train import arguments, optimizers
-from slipstream.train.arguments import check_optimizer
+from slipstream.train import optimizers
+from slipstream.train import options as train_options
 from slipstream.train.optimizers import MasterAdamW, choose_optimizer, trains_half_precision
-from slipstream.train.options import TrainOptions
+from slipstream.train.options import TrainOptions, check_optimizer
 from training import trainer_of, weights
 
 SHAPES = ((70, 64), (5,), (3, 4), (256, 40))
@@ -188,7 +188,7 @@ def test_eight_bits_go_on_from_their_state(eight_bit: Any, tmp_path: Path) -> No
 
 
 def test_eight_bits_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "find_spec", lambda _: None)
+    monkeypatch.setattr(train_options, "find_spec", lambda _: None)
     check_optimizer(TrainOptions())
     with pytest.raises(InputError, match=r"train\.optimizer: adamw8bit needs bitsandbytes, .*slipstream\[nf4\]"):
         check_optimizer(TrainOptions(optimizer="adamw8bit"))

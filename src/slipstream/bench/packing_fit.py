@@ -7,8 +7,11 @@ out would be exact, and would leave a fragmented allocator to the cases that fol
 import torch
 
 from slipstream.bench.packing_arms import Workbench
-from slipstream.cost.estimate import dense_mask_bytes, kept_activation_bytes, loss_bytes
+from slipstream.cost.estimate import dense_mask_bytes
 from slipstream.cost.hardware import free_bytes
+from slipstream.cost.job import Job
+from slipstream.cost.memory import kept_bytes, layer_bytes, loss_workspace
+from slipstream.cost.shape import ModelShape
 from slipstream.device.segments import LARGEST_MASK_BYTES
 from slipstream.errors import InputError
 from slipstream.memory.policy import MARGIN
@@ -36,12 +39,28 @@ def needed_bytes(bench: Workbench, tokens: int, recompute: bool) -> int:
     Without recompute every layer keeps a mask of its own for the backward, whatever the attention choice: stock
     transformers is always an arm, and its one mask of booleans is made additive by the kernel in each layer.
     """
-    config, itemsize = bench.base.config, bench.dtype.itemsize
-    kept = kept_activation_bytes(config, tokens) * itemsize // 2
-    inputs = config.hidden_size * tokens * itemsize * bench.layers
-    kept = inputs + kept // bench.layers if recompute else kept
-    masks = dense_mask_bytes(tokens, itemsize, 1 if recompute else bench.layers)
-    return kept + loss_bytes(config, tokens) * itemsize // 2 + masks
+    job = job_of(bench, tokens, recompute)
+    kept = kept_bytes(job) + (tokens * layer_bytes(job, job.shape.layers[0]) if recompute else 0.0)
+    masks = dense_mask_bytes(tokens, bench.dtype.itemsize, 1 if recompute else bench.layers)
+    return int(kept + loss_workspace(job)) + masks
+
+
+def job_of(bench: Workbench, tokens: int, recompute: bool) -> Job:
+    """The step that the arms take, with all logits at once."""
+    shape, dtype = ModelShape.of(bench.base.config), str(bench.dtype).removeprefix("torch.")
+    return Job(
+        shape=shape,
+        tokens=tokens,
+        lengths=(tokens,),
+        rank=16,
+        adapted=shape.adapted(),
+        weights=dtype,
+        compute=dtype,
+        activations="recompute" if recompute else "keep",
+        attention="sdpa",
+        chunked_loss=False,
+        half_adapters=False,
+    )
 
 
 def bench_free_bytes(device: torch.device) -> int:

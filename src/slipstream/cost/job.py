@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from slipstream.cost.offload import Split
 from slipstream.cost.shape import ModelShape
+from slipstream.cost.tiles import TilesChoice, tile_tokens
 
 BYTES: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element by dtype."""
@@ -50,6 +51,8 @@ class Job:
     """Layers by what becomes of their activations; None: all of them as ``activations`` says."""
     buffers: int = 2
     """Device buffers for reloading, with ``offload``."""
+    tiles: TilesChoice = "auto"
+    """Tokens of a tile in which MLPs run, or the rule for it."""
     mode: str = "eager"
     """``eager``, ``compiled`` or ``captured``."""
     attention: str = "varlen"
@@ -87,6 +90,12 @@ class Job:
         depth = self.shape.depth
         uniform = {"keep": Split(depth, 0, 0), "recompute": Split(0, depth, 0), "offload": Split(0, 1, depth - 1)}
         return uniform[self.activations] if self.split is None else self.split
+
+    @property
+    def tile(self) -> int | None:
+        """Tokens of a tile in which dense MLPs run; None where they run on the whole row."""
+        size = tile_tokens(self.tiles, self.tokens, recomputed=self.layers.kept < self.layers.layers)
+        return None if size is None or size >= self.tokens else size
 
     @property
     def passes(self) -> float:

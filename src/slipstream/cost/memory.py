@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from slipstream.cost.estimate import LOSS_CHUNK, dense_mask_bytes
 from slipstream.cost.hardware import Device
 from slipstream.cost.job import BYTES, NF4_BYTES, Job
-from slipstream.cost.shape import Layer
+from slipstream.cost.shape import Layer, Matrix
 
 LIBRARIES = 40 * 2**20
 """Workspaces that cuBLAS takes from the allocator: 32 MiB on Hopper and newer, and what else is small."""
@@ -81,8 +81,8 @@ def _parts(job: Job, moment: str) -> list[Part]:
         Part("optimizer", state_bytes(job), job.optimizer + (", float32 masters" if _has_masters(job) else "")),
         Part("casts", cast_bytes(job, ended=end), f"trained weights in {job.compute}"),
         Part("activations", kept_bytes(job, moment), _kept_words(job)),
-        Part("reload buffers", reload_bytes(job), f"{job.buffers} of a layer's input"),
-        Part("attention mask", _mask_bytes(job), "dense, T²"),
+        Part("reload buffers", reload_bytes(job, moment), f"{job.buffers} of a layer's input"),
+        Part("attention mask", mask_bytes(job), "dense, T²"),
         Part("loss" if moment == "loss" else "backward", _working(job, moment), _working_words(job, moment)),
         Part("batch", job.tokens * 36.0, "token ids, labels, positions, segments"),
         Part("libraries", LIBRARIES, "matrix product workspaces"),
@@ -103,7 +103,10 @@ def _working(job: Job, moment: str) -> float:
         return loss_workspace(job)
     layer = max(job.shape.layers, key=lambda one: layer_bytes(job, one))
     again = moment == "recompute" or (moment == "end" and job.layers.kept < job.layers.layers)
-    working = job.tokens * (backward_bytes(job, layer) + (layer_bytes(job, layer) if again else 0.0))
+    if again:
+        working = recomputed_layer_bytes(job, layer)
+    else:
+        working = job.tokens * backward_bytes(job, layer, _inner_share(job, layer, recomputed=False))
     if moment == "end" and job.full and job.shape.tied:  # the embedding's gradient comes last, beside the head's
         working = max(working, (BYTES[job.weights] + job.itemsize) * job.shape.head)
     return working
@@ -174,12 +177,12 @@ def kept_bytes(job: Job, moment: str = "loss") -> float:
     """
     counts, layers = job.layers, job.shape.layers
     if moment == "end":
-        return job.tokens * layer_bytes(job, layers[0]) if counts.kept == counts.layers else input_bytes(job)
+        return kept_layer_bytes(job, layers[0]) if counts.kept == counts.layers else input_bytes(job)
     inputs = counts.recomputed * input_bytes(job)
     if moment == "recompute":
         return inputs if counts.kept < counts.layers else 0.0
     kept = layers[len(layers) - counts.kept :]
-    return inputs + job.tokens * sum(layer_bytes(job, layer) for layer in kept)
+    return inputs + sum(kept_layer_bytes(job, layer) for layer in kept)
 
 
 def input_bytes(job: Job) -> float:
@@ -192,9 +195,9 @@ def stream_bytes(job: Job) -> float:
     return BYTES[job.weights]
 
 
-def reload_bytes(job: Job) -> float:
-    """Device buffers into which offloaded inputs are reloaded."""
-    return job.buffers * input_bytes(job) if job.layers.offloaded else 0.0
+def reload_bytes(job: Job, moment: str = "recompute") -> float:
+    """Device buffers into which offloaded inputs are reloaded: from the first layer on that is recomputed."""
+    return job.buffers * input_bytes(job) if job.layers.offloaded and moment in ("recompute", "end") else 0.0
 
 
 def host_parts(job: Job) -> list[Part]:
@@ -221,16 +224,37 @@ def loss_workspace(job: Job) -> float:
     return job.shape.vocabulary * (each * min(job.tokens, LOSS_CHUNK) + whole) + features + head
 
 
-def _mask_bytes(job: Job) -> float:
+def mask_bytes(job: Job) -> float:
+    """The dense masks of all distinct windows, where attention needs them."""
     windows = {layer.window for layer in job.shape.layers}
     return dense_mask_bytes(job.tokens, int(job.itemsize), len(windows)) if job.attention == "sdpa" else 0.0
 
 
-def layer_bytes(job: Job, layer: Layer) -> float:
-    """Bytes a token that one layer saves for its backward."""
+def _inner_share(job: Job, layer: Layer, *, recomputed: bool) -> float:
+    """The share of a dense MLP's activations that exists at once while its layer's backward is at work: a tile's."""
+    if job.tile is None or layer.experts or not (recomputed or job.tiles != "auto"):
+        return 1.0
+    return job.tile / job.tokens
+
+
+def kept_layer_bytes(job: Job, layer: Layer) -> float:
+    """Bytes that one kept layer saves; of an MLP in tiles nothing but what it reads."""
+    tiled = job.tile is not None and job.tiles != "auto" and not layer.experts
+    return job.tokens * layer_bytes(job, layer, 0.0 if tiled else 1.0)
+
+
+def recomputed_layer_bytes(job: Job, layer: Layer) -> float:
+    """Bytes of one recomputed layer's activations and gradients while it is at work."""
+    inner = _inner_share(job, layer, recomputed=True)
+    return job.tokens * (layer_bytes(job, layer, inner) + backward_bytes(job, layer, inner))
+
+
+def layer_bytes(job: Job, layer: Layer, inner: float = 1.0) -> float:
+    """Bytes a token that one layer saves for its backward; ``inner``: the share of the MLP's own that is there."""
     if job.fused:
-        return _fused_layer(job, layer)
-    return _attention_saved(job) + _norms_saved(job) + _adapters_saved(job, layer) + _mlp_saved(job, layer)
+        return _fused_layer(job, layer, inner)
+    dense = _adapters_saved(job, layer, inner) + _mlp_saved(job, layer, inner)
+    return _attention_saved(job) + _norms_saved(job) + dense
 
 
 def _attention_saved(job: Job) -> float:
@@ -250,7 +274,7 @@ def _norms_saved(job: Job) -> float:
     return width * (8 if job.full else 4)
 
 
-def _adapters_saved(job: Job, layer: Layer) -> float:
+def _adapters_saved(job: Job, layer: Layer, inner: float) -> float:
     """Inputs of linear layers: a frozen one keeps none, its adapter does, and layers that read the same keep it once;
     what the output projection reads is the attention's own. Where something is cast for each layer alone (float32
     weights under autocast, peft's own adapters), each keeps its own copy.
@@ -259,9 +283,15 @@ def _adapters_saved(job: Job, layer: Layer) -> float:
     low = 0 if job.full else job.rank * len(matrices)
     cast_each = job.compute != "float32" and (job.weights == "float32" if job.full else not job.half_adapters)
     if cast_each:
-        return job.itemsize * (sum(m.inputs for m in matrices if not (job.full and m.name == "o_proj")) + low)
-    read = {_source(m.name): m.inputs for m in matrices if m.name != "o_proj"}
+        each = (_read(m, inner) for m in matrices if not (job.full and m.name == "o_proj"))
+        return job.itemsize * (sum(each) + low)
+    read = {_source(m.name): _read(m, inner) for m in matrices if m.name != "o_proj"}
     return job.itemsize * (sum(read.values()) + low)
+
+
+def _read(matrix: Matrix, inner: float) -> float:
+    """Width of what a linear layer reads: of the MLP's inner activations a share."""
+    return matrix.inputs * (inner if matrix.name in ("down_proj", "fc2") else 1.0)
 
 
 def _source(name: str) -> str:
@@ -270,24 +300,24 @@ def _source(name: str) -> str:
     return groups.get(name, name)
 
 
-def _mlp_saved(job: Job, layer: Layer) -> float:
+def _mlp_saved(job: Job, layer: Layer, inner: float) -> float:
     """The gate before and after its activation, and up; the same for each expert chosen (six widths in gpt-oss, whose
     activation is clamped), and its output, which the router's weight multiplies. An expert with an adapter, or trained,
     keeps the inputs of its products too.
     """
-    saved = 3 * job.itemsize * sum(m.outputs for m in layer.matrices if m.name in ("up_proj", "fc1"))
+    saved = 3 * job.itemsize * inner * sum(m.outputs for m in layer.matrices if m.name in ("up_proj", "fc1"))
     if layer.experts:
-        hidden, inner = layer.experts.hidden, layer.experts.inner
-        each = (6 if job.shape.kind == "gpt_oss" else 3) * inner + hidden
-        inputs = hidden + inner if job.full or job.adapted_experts else 0
+        hidden, width = layer.experts.hidden, layer.experts.inner
+        each = (6 if job.shape.kind == "gpt_oss" else 3) * width + hidden
+        inputs = hidden + width if job.full or job.adapted_experts else 0
         saved += job.itemsize * layer.experts.chosen * (each + inputs)
     return saved
 
 
-def _fused_layer(job: Job, layer: Layer) -> float:
+def _fused_layer(job: Job, layer: Layer, inner: float) -> float:
     """A compiled layer: its cheap elementwise steps are made again in the backward from what kernels must keep."""
     shape = job.shape
-    dense = sum(m.outputs for m in layer.matrices if m.name in ("up_proj", "fc1"))
+    dense = inner * sum(m.outputs for m in layer.matrices if m.name in ("up_proj", "fc1"))
     saved = _attention_saved(job) + job.itemsize * (4 * shape.hidden + 2 * dense)
     if shape.head_norms:
         saved += job.itemsize * (shape.query + shape.key)
@@ -298,9 +328,9 @@ def _fused_layer(job: Job, layer: Layer) -> float:
     return saved
 
 
-def backward_bytes(job: Job, layer: Layer) -> float:
-    """Bytes a token of the gradients that live at once in one layer's backward: the MLP's three, and the float32 ones
-    of a norm.
+def backward_bytes(job: Job, layer: Layer, inner: float = 1.0) -> float:
+    """Bytes a token of the gradients that live at once in one layer's backward: the MLP's three (of which ``inner`` is
+    there at once), and the float32 ones of a norm.
     """
-    inner = job.shape.inner or (layer.experts.chosen * layer.experts.inner if layer.experts else 0)
-    return 4 * job.itemsize * inner + 16 * job.shape.hidden
+    width = job.shape.inner or (layer.experts.chosen * layer.experts.inner if layer.experts else 0)
+    return 4 * job.itemsize * inner * width + 16 * job.shape.hidden

@@ -73,19 +73,6 @@ def layer_input_bytes(config: Any, tokens: int, itemsize: int) -> int:
     return int(tokens * config.hidden_size * itemsize)
 
 
-def layer_forward_flops(config: Any, tokens: int) -> int:
-    """FLOP of one dense decoder layer's matrix products, 2 a weight and token; attention's scores left out.
-
-    Experts count as the one dense MLP of the config's width: too little work is assumed, never too much.
-    """
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    head = getattr(config, "head_dim", None) or hidden // heads
-    keys = getattr(config, "num_key_value_heads", None) or heads
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    weights = 2 * hidden * heads * head + 2 * hidden * keys * head + 3 * hidden * inner
-    return int(2 * weights * tokens)
-
-
 @dataclass(frozen=True)
 class Split:
     """How many layers are treated how. In the model's order: offloaded, recomputed, kept.
@@ -109,10 +96,16 @@ class Demand:
 
     layers: int
     kept_bytes: int
-    """All that a kept layer saves; also what a layer needs while it is recomputed and differentiated."""
+    """All that a kept layer saves."""
     input_bytes: int
     fixed_bytes: int
     """What the step needs besides (the loss), while all kept layers are there."""
+    working_bytes: int = 0
+    """Gradients that are there at once in a layer's backward."""
+    recomputed_bytes: int | None = None
+    """All that a recomputed layer needs while it is at work; None: what a kept one saves, and its gradients."""
+    constant_bytes: int = 0
+    """What is there all the time (a dense mask)."""
     buffers: int = 2
     forward_seconds: float = 1.0
     copy_seconds: float = 0.0
@@ -120,10 +113,11 @@ class Demand:
     def device_bytes(self, split: Split) -> int:
         """The peak of a split: before the backward, or while the last layer that is not kept is recomputed."""
         inputs = split.recomputed * self.input_bytes
-        before = inputs + split.kept * self.kept_bytes + self.fixed_bytes
+        before = inputs + split.kept * self.kept_bytes + max(self.fixed_bytes, self.working_bytes)
         slots = self.buffers * self.input_bytes if split.offloaded else 0
-        recompute = inputs + slots + self.kept_bytes if split.kept < split.layers else 0
-        return max(before, recompute)
+        again = self.kept_bytes + self.working_bytes if self.recomputed_bytes is None else self.recomputed_bytes
+        recompute = inputs + slots + again if split.kept < split.layers else 0
+        return self.constant_bytes + max(before, recompute)
 
     def host_bytes(self, split: Split) -> int:
         """Host memory of a split."""

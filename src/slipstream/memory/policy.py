@@ -4,17 +4,30 @@ Keeping costs memory that grows with tokens x layers; recomputing costs a second
 arithmetic with frozen weights) and keeps one input a layer; offloading puts that input into host memory. ``auto`` takes
 the cheapest split of the layers that the cost model finds to fit the device with a margin: it keeps what fits,
 recomputes the rest, and offloads only what does not fit even so.
+
+Bytes are those of ``cost/memory.py``, by which a plan predicts, for an eager step: how steps run is chosen later and
+may change while a run goes on, and compiled layers keep less, never more. The price: a compiled step may recompute a
+layer that it had room to keep.
 """
 
 import os
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from slipstream.cost.estimate import kept_activation_bytes, loss_bytes
 from slipstream.cost.hardware import Device, cgroup_room, free_bytes, free_host_memory, host_memory_limit
-from slipstream.cost.offload import Demand, Split, cheapest_split, layer_forward_flops, layer_input_bytes, rates_of
+from slipstream.cost.job import Job
+from slipstream.cost.memory import (
+    backward_bytes,
+    input_bytes,
+    kept_layer_bytes,
+    layer_bytes,
+    loss_workspace,
+    mask_bytes,
+    recomputed_layer_bytes,
+)
+from slipstream.cost.offload import Demand, Split, cheapest_split, rates_of
 from slipstream.cost.tiles import TilesChoice
 from slipstream.decision import Decision
 from slipstream.errors import InputError
@@ -55,14 +68,13 @@ class Chosen:
 class Situation:
     """What the choice is made from."""
 
-    config: Any
     device: Device
     layers: int
     """Decoder layers that can be told apart; 0 where a model treats all alike."""
-    tokens: int | None = None
-    """Tokens of a batch; None: not known."""
-    itemsize: int = 2
-    """Bytes of an element of the hidden states."""
+    job: Job | None
+    """What a step computes; its own choice of layers is not looked at. None: not known."""
+    unknown: str = "batch size not known here"
+    """Why there is no job."""
     pending_bytes: int = 0
     """Device memory that training will take besides activations: gradients and optimizer states."""
     buffers: BuffersChoice = "auto"
@@ -80,10 +92,10 @@ def choose_activations(asked: ActivationsChoice, now: Situation) -> Chosen:
         reason = f"asked for: activations {asked}"
         split = _all(now, asked)
         return Chosen(split, (Decision("recompute", asked == "recompute", reason), Decision("offload", False, reason)))
-    if now.tokens is None:
-        reason = "batch size not known here, so activations are kept"
+    if now.job is None:
+        reason = f"{now.unknown}, so activations are kept"
         return Chosen(_all(now, "keep"), (Decision("recompute", False, reason), Decision("offload", False, reason)))
-    return _cheapest(now)
+    return _cheapest(now, now.job)
 
 
 def _all(now: Situation, what: Literal["keep", "recompute"]) -> Split:
@@ -98,8 +110,8 @@ def _offload_asked(now: Situation) -> Chosen:
         recompute = Decision("recompute", True, f"in place of offload: {obstacle}")
         return Chosen(_all(now, "recompute"), (recompute, Decision("offload", False, obstacle)))
     split = Split(0, 1, now.layers - 1)
-    if now.tokens is not None:
-        size = layer_input_bytes(now.config, now.tokens, now.itemsize)
+    if now.job is not None:
+        size = int(input_bytes(now.job))
         if split.offloaded * size > now.host_bytes:
             raise InputError(host_shortage(split.offloaded, size, now.host_bytes))
     reason = f"asked for: the inputs of {split.offloaded} of {now.layers} layers wait in host memory"
@@ -127,16 +139,16 @@ def _why_not_auto(now: Situation) -> str | None:
     return None
 
 
-def _cheapest(now: Situation) -> Chosen:
-    demand = demand_of(now)
+def _cheapest(now: Situation, job: Job) -> Chosen:
+    demand = demand_of(now, job)
     free = max(0, (free_on(now.device) if now.free_bytes is None else now.free_bytes) - now.pending_bytes)
     usable = int(MARGIN * free)
     not_offload = _why_not_auto(now)
     found = cheapest_split(demand, usable, now.host_bytes, offload=not_offload is None)
     split = found or _least_memory(demand, now, offload=not_offload is None)
-    kept = demand.layers * demand.kept_bytes + demand.fixed_bytes
+    kept = demand.device_bytes(Split(demand.layers, 0, 0))
     room = f"{MARGIN:.0%} of the {free / GIB:.1f} GiB free"
-    what = f"activations of {now.tokens:,} tokens take about {kept / GIB:.1f} GiB"
+    what = f"activations of {job.tokens:,} tokens take about {kept / GIB:.1f} GiB"
     if split.kept == split.layers:
         reason = f"{what} and fit {room}"
         return Chosen(split, (Decision("recompute", False, reason), Decision("offload", False, "everything fits")))
@@ -156,19 +168,24 @@ def _offload_decision(split: Split, demand: Demand, not_offload: str | None, roo
     return Decision("offload", False, not_offload or "the inputs of recomputed layers fit the device")
 
 
-def demand_of(now: Situation) -> Demand:
-    """The choice in bytes and seconds."""
-    assert now.tokens is not None
-    layers = max(1, now.layers)
-    rates = rates_of(now.device)
-    size = layer_input_bytes(now.config, now.tokens, now.itemsize)
+def demand_of(now: Situation, job: Job) -> Demand:
+    """The choice in bytes and seconds, every layer as its model's largest."""
+    eager, shape = replace(job, mode="eager"), job.shape
+    layers, rates = max(1, now.layers), rates_of(now.device)
+    largest = max(shape.layers, key=lambda layer: layer_bytes(eager, layer))
+    kept = kept_layer_bytes(eager, largest) * shape.depth / layers
+    recomputed = recomputed_layer_bytes(replace(eager, split=Split(0, shape.depth, 0)), largest)
+    size = int(input_bytes(job))
     return Demand(
         layers=layers,
-        kept_bytes=kept_activation_bytes(now.config, now.tokens, now.itemsize) // layers,
+        kept_bytes=int(kept),
         input_bytes=size,
-        fixed_bytes=loss_bytes(now.config, now.tokens, whole_logits=False),
+        fixed_bytes=int(loss_workspace(eager)),
+        working_bytes=int(job.tokens * backward_bytes(job, largest)),
+        recomputed_bytes=int(recomputed) if layers == shape.depth else None,
+        constant_bytes=int(mask_bytes(job)),
         buffers=buffer_count(now.buffers),
-        forward_seconds=layer_forward_flops(now.config, now.tokens) / rates.flops,
+        forward_seconds=2 * job.tokens * (shape.dense + shape.active_experts) / layers / rates.flops,
         copy_seconds=size / rates.link,
     )
 

@@ -21,6 +21,7 @@ from slipstream.cost.hardware import compute_dtype, describe
 from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.model import gguf
+from slipstream.model.new_tokens import check_named
 from slipstream.model.quantize import Quantize, keep_trainable, nf4_config
 
 if TYPE_CHECKING:
@@ -195,8 +196,7 @@ def _tokenizer(source: _Source, options: LoadOptions) -> "PreTrainedTokenizerBas
     with _quiet(source), _explained(source.name):
         _ask_hub(source, options)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.of_tokenizer(), **_arguments(options))
-    if any(not token.strip() for token in options.new_tokens):
-        raise InputError("load.new_tokens: a token of blanks alone; name tokens such as <think>")
+    check_named(options.new_tokens)
     if options.new_tokens:
         tokenizer.add_tokens(options.new_tokens)  # those that it has already stay as they are
     return tokenizer

@@ -248,8 +248,11 @@ def _taken_for_experts(model: "PreTrainedModel", names: list[str]) -> list[str]:
     return [name for name in names if name not in config.target_modules]
 
 
-def check_mixture(model: "PreTrainedModel", options: AdapterOptions) -> None:
-    """Raises ``InputError`` for adapters on experts or routers that the model has not; weights may be meta tensors."""
+def check_adapter(model: "PreTrainedModel", options: AdapterOptions) -> None:
+    """Raises ``InputError`` for adapters on experts or routers, and for modules to be trained whole, that the model has
+    not; weights may be meta tensors.
+    """
+    _check_saved(model, options.modules_to_save)
     _routed_targets(model, options)
 
 

@@ -15,9 +15,12 @@ host waits for. ``without_copies`` gives its instances a forward that reads the 
 Shapes: N new tokens, V vocabulary, H hidden width.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +30,15 @@ if TYPE_CHECKING:
 
 MULTIPLE = 8
 """Rows that the matrices grow to a multiple of: 16 bytes of half precision, which fast matrix kernels align to."""
+
+
+def check_named(tokens: Sequence[str]) -> None:
+    """Raises ``InputError`` for ``load.new_tokens`` that are blank, or named more than once."""
+    if any(not token.strip() for token in tokens):
+        raise InputError("load.new_tokens: a token of blanks alone; name tokens such as <think>")
+    twice = [token for token, times in Counter(tokens).items() if times > 1]
+    if twice:
+        raise InputError(f"load.new_tokens: {', '.join(map(repr, twice))} is named more than once; name each once")
 
 
 def new_token_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", named: Sequence[str]) -> list[int]:

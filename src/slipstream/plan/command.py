@@ -1,19 +1,21 @@
 """``slipstream plan``: read the data and the configuration, predict, and say what to change where it does not fit."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
 
+from slipstream.decision import Decision
 from slipstream.model.load import load_tokenizer
-from slipstream.model.lora import check_mixture
+from slipstream.model.lora import check_adapter
 from slipstream.model.quantize import check_card
 from slipstream.plan.facts import Facts, Target, facts, skeleton, target
 from slipstream.plan.prediction import Gain, Prediction, choices, gains, predict
 from slipstream.plan.search import Remedy, remedies
 from slipstream.plan.table import show
-from slipstream.prepare import quiet_libraries, tokenised_set
+from slipstream.prepare import check_here, check_packing, new_tokens_decision, quiet_libraries, tokenised_set
 from slipstream.recipe import Recipe
+from slipstream.train.options import check_schedule
 
 
 def plan(recipe: Recipe, *, device: str | None, console: Console) -> tuple[dict[str, Any], bool]:
@@ -24,19 +26,42 @@ def plan(recipe: Recipe, *, device: str | None, console: Console) -> tuple[dict[
     """
     quiet_libraries()
     aim = target(device)
-    check_card(recipe.load.quantize, has_card=aim.device.kind == "cuda")
+    _check_device(recipe, aim)
     model = skeleton(recipe)
-    check_mixture(model, recipe.adapter)
+    _check_model(recipe, model)
     tokenizer = load_tokenizer(recipe.model, recipe.load)
     train = tokenised_set(recipe, recipe.data.train, tokenizer, console)
     held_out = tokenised_set(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
     found = facts(recipe, model, train, held_out)
-    prediction = predict(recipe, found, aim)
+    told = new_tokens_decision(recipe)
+    prediction = _with(predict(recipe, found, aim), () if told is None else (told,))
+    check_schedule(recipe.train, prediction.steps)
     saved = gains(recipe, prediction, aim)
     ways = [] if prediction.fits else remedies(recipe, found, aim)
     document = document_of(recipe, found, aim, prediction, saved, ways)
     show(document, prediction, saved, ways, console)
     return document, prediction.fits
+
+
+def _check_device(recipe: Recipe, aim: Target) -> None:
+    """What training would refuse on this device; which packages another machine has is not known here."""
+    if aim.here:
+        check_here(recipe)
+    check_card(recipe.load.quantize, has_card=aim.device.kind == "cuda")
+
+
+def _check_model(recipe: Recipe, model: Any) -> None:
+    """What training would refuse of this model, asked of the functions that training asks."""
+    check_packing(recipe, model)
+    check_adapter(model, recipe.adapter)
+    if recipe.train.sharding != "none":
+        from slipstream.train.sharding import layers_to_divide  # brings FSDP2, which other plans need not wait for
+
+        layers_to_divide(model)
+
+
+def _with(prediction: Prediction, decisions: tuple[Decision, ...]) -> Prediction:
+    return replace(prediction, decisions=(*prediction.decisions, *decisions))
 
 
 def document_of(

@@ -7,7 +7,7 @@ tokenised as for training, from the cache where it has them, and only their leng
 
 import json
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from slipstream.cost.ceilings import Ceilings, named_device
 from slipstream.cost.hardware import Device, describe, free_bytes, host_memory_limit
 from slipstream.cost.shape import ModelShape
+from slipstream.data.packing import PackingReport
 from slipstream.data.tokens import TokenisedSet
 from slipstream.device.ceilings import ceilings
 from slipstream.device.driver import driver_version
@@ -59,6 +60,8 @@ class Facts:
     """Tokens of each training document."""
     eval_lengths: Lengths | None
     account: dict[str, Any]
+    packings: dict[tuple[Any, ...], tuple[PackingReport, Lengths]] = field(default_factory=dict, repr=False)
+    """What packing made of the lengths, by what it was asked: ``packing_of`` keeps it for other predictions."""
 
 
 def target(name: str | None) -> Target:

@@ -23,7 +23,6 @@ from slipstream.cost.memory import (
     memory,
     room,
     state_bytes,
-    stream_bytes,
     weight_bytes,
 )
 from slipstream.cost.offload import Split
@@ -38,7 +37,8 @@ from slipstream.model.load import check_context
 from slipstream.plan.facts import Facts, Lengths, Target
 from slipstream.prepare import planned_steps, trained_in_place
 from slipstream.recipe import Recipe
-from slipstream.step.choice import Circumstances, choose_mode, compiler_obstacle
+from slipstream.step.choice import Circumstances, choose_mode, compiler_obstacle, trains_whole
+from slipstream.train.options import ALONE
 from slipstream.transform import packing_decision
 
 
@@ -115,7 +115,7 @@ class Taken:
 
 def predict(recipe: Recipe, found: Facts, target: Target, taken: Taken | None = None) -> Prediction:
     """Everything about a recipe on a device. ``taken``: what training itself has decided, where it has."""
-    report, lengths = packing_of(recipe, found.lengths)
+    report, lengths = packing_of(recipe, found)
     job, decided = job_of(recipe, found, target, report, lengths, taken or Taken())
     used = memory(job)
     times = step_times(_average(recipe, job, report), target.rates, cpu=target.device.kind == "cpu")
@@ -135,14 +135,26 @@ def predict(recipe: Recipe, found: Facts, target: Target, taken: Taken | None = 
     )
 
 
-def packing_of(recipe: Recipe, lengths: Lengths) -> tuple[PackingReport, Lengths]:
-    """What packing (or padding) makes of documents, cut to what a row holds, and their lengths then."""
+def packing_of(recipe: Recipe, found: Facts, *, held_out: bool = False) -> tuple[PackingReport, Lengths]:
+    """What packing (or padding) makes of documents, cut to what a row holds, and their lengths then; made once for all
+    predictions that ask the same.
+    """
+    options, limit = recipe.packing, recipe.data.max_length or recipe.packing.tokens
+    batch = None if options.enabled else options.rows  # packed rows are the same whatever number makes a batch
+    asked = (held_out, limit, options.tokens, options.window, batch, recipe.train.seed)
+    if asked not in found.packings:
+        lengths = found.eval_lengths if held_out else found.lengths
+        assert lengths is not None
+        found.packings[asked] = _packed(recipe, np.minimum(lengths, limit))
+    return found.packings[asked]
+
+
+def _packed(recipe: Recipe, lengths: Lengths) -> tuple[PackingReport, Lengths]:
     options = recipe.packing
-    cut = np.minimum(lengths, recipe.data.max_length or options.tokens)
     if not options.enabled:
-        return PackingReport.unpacked(cut, options.rows, options.tokens), cut
-    rows = pack(cut, options.tokens, seed=recipe.train.seed, window=options.window)
-    return PackingReport.of(cut, rows, options.tokens), cut
+        return PackingReport.unpacked(lengths, options.rows, options.tokens), lengths
+    rows = pack(lengths, options.tokens, seed=recipe.train.seed, window=options.window)
+    return PackingReport.of(lengths, rows, options.tokens), lengths
 
 
 # 1. job
@@ -173,12 +185,21 @@ def job_of(
         experts=experts,
         optimizer=recipe.train.optimizer,
         accumulate=recipe.train.accumulate,
+        tiles=recipe.memory.tiles,
     )
     mode, stepping = _mode(recipe, found, target, job, attention)
     job = replace(job, mode=mode)
-    split, kept = _activations(recipe, found, job, target)
+    split, kept = _activations(recipe, job, target)
     job = replace(job, split=taken.split or split, buffers=buffer_count(recipe.memory.buffers))
-    return job, tuple(_decisions(recipe, found, target, [attending, *kept, stepping, *routing]))
+    tiling = [] if job.tile is None or found.shape.routed else [tiled_decision(job.layers, job.tile)]
+    return job, tuple(_decisions(recipe, found, target, [attending, *kept, *tiling, stepping, *routing]))
+
+
+def tiled_decision(split: Split, tile: int) -> Decision:
+    """MLPs that training will run in tiles, where they turn out to treat each token by itself."""
+    return Decision(
+        "tiled mlp", True, f"MLPs of {split.layers - split.kept} recomputed layers, {tile:,} tokens at a time"
+    )
 
 
 def _widest(recipe: Recipe, lengths: Lengths) -> int:
@@ -225,23 +246,21 @@ def _mode(recipe: Recipe, found: Facts, target: Target, job: Job, attention: str
         packed=recipe.packing.enabled,
         attention=attention,
         host_experts=bool(found.shape.routed) and job.experts == "loop",
-        whole=job.full,
+        whole=trains_whole(job.trained, job.shape.parameters + (0 if job.full else job.trained)),
         compiler=compiler_obstacle(target.device) if target.here else None,
     )
     return choose_mode(recipe.train.mode, about)
 
 
-def _activations(recipe: Recipe, found: Facts, job: Job, target: Target) -> tuple[Split | None, tuple[Decision, ...]]:
+def _activations(recipe: Recipe, job: Job, target: Target) -> tuple[Split | None, tuple[Decision, ...]]:
     """What training's own policy decides, given what weights will leave free of the device."""
     free = target.device.memory_bytes - CONTEXT if target.free is None else target.free
     options = recipe.memory
     limit = target.host if options.host_limit is None else options.host_limit * 2**30
     now = Situation(
-        config=found.model.config.get_text_config(),
         device=target.device,
         layers=job.shape.depth,
-        tokens=job.tokens,
-        itemsize=int(stream_bytes(job)),
+        job=job,
         pending_bytes=round(gradient_bytes(job) + state_bytes(job)),
         buffers=options.buffers,
         host_bytes=2**62 if limit is None else round(limit),
@@ -260,6 +279,8 @@ def _decisions(recipe: Recipe, found: Facts, target: Target, made: list[Decision
     yield from made
     half = "multiplies it in hardware" if device.bf16 else "does not multiply it in hardware: float32 is used"
     yield Decision("bf16", device.bf16, f"{device.name} {half}")
+    if recipe.train.sharding != "none":
+        yield Decision("sharding", False, f"a plan is for one process, with all weights in it, and {ALONE}")
     context = check_context(found.model.config, int(found.lengths.max()), "data.max_length")
     if context is not None:
         yield context
@@ -272,7 +293,7 @@ def _evaluations(recipe: Recipe, found: Facts, job: Job, times: Times, steps: in
     """Seconds of all evaluations: before the first step, at every ``eval_every``, and after the last."""
     if found.eval_lengths is None:
         return 0.0
-    report, _ = packing_of(recipe, found.eval_lengths)
+    report, _ = packing_of(recipe, found, held_out=True)
     batches = report.rows / recipe.packing.rows
     every = recipe.train.eval_every
     count = 2 + ((steps - 1) // every if every else 0)

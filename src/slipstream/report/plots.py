@@ -130,7 +130,9 @@ def _draw_loss(axes: Axes, steps: Sequence[StepRecord], evals: Sequence[EvalReco
     if evals:
         at, losses = [item.step for item in evals], [item.loss for item in evals]
         axes.plot(at, losses, color=SECOND, linewidth=1.5, marker="o", markersize=5, label="held out")
-    axes.legend(frameon=False, labelcolor=INK, fontsize=12, handlelength=1.6)
+    # on the card's own colour, so that no grid line runs through the words
+    words = {"labelcolor": INK, "facecolor": CARD, "edgecolor": "none", "framealpha": 1.0}
+    axes.legend(**words, fontsize=12, handlelength=1.6)
 
 
 def throughput(steps: Sequence[StepRecord], summary: str) -> Plot:

@@ -32,7 +32,7 @@ class Circumstances:
     devices: int = 1
     """Devices that the model is split over."""
     whole: bool = False
-    """Whether all weights are trained."""
+    """Whether all weights are trained, or most of them (``trains_whole``)."""
     scaled_gradients: bool = False
     """Whether a gradient scaler looks at gradients (float16)."""
     compiler: str | None = None
@@ -87,6 +87,11 @@ def capture_obstacle(about: Circumstances) -> str | None:
     if about.scaled_gradients:
         return "float16 gradients are scaled, which is decided on the host"
     return None
+
+
+def trains_whole(trained: int, total: int) -> bool:
+    """Whether ``trained`` of ``total`` parameters count as all: their gradients are then most of a step's memory."""
+    return 2 * trained > total
 
 
 def compile_obstacle(about: Circumstances) -> str | None:

@@ -1,18 +1,14 @@
 """``TrainOptions`` in transformers' words, and the callback that keeps the best checkpoint."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from slipstream.errors import InputError
 from slipstream.train.options import TrainOptions
 
 NEVER = 2**31
 """An interval that no run reaches: transformers still evaluates and saves once at the end."""
-TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "wandb": ("wandb",)}
-"""The packages of which one must be installed for each tracker."""
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
@@ -53,34 +49,6 @@ def training_arguments(
         log_level="error",
         log_level_replica="error",
     )
-
-
-def check_trackers(options: TrainOptions) -> None:
-    """Raises ``InputError`` for a tracker whose package is not installed."""
-    for tracker in options.trackers:
-        if not any(find_spec(package) for package in TRACKERS[tracker]):
-            raise InputError(
-                f"train.trackers: {tracker} is not installed; pip install {TRACKERS[tracker][0]}, or take it out"
-            )
-
-
-def check_optimizer(options: TrainOptions) -> None:
-    """Raises ``InputError`` for an optimizer whose package is not installed."""
-    if options.optimizer == "adamw8bit" and find_spec("bitsandbytes") is None:
-        raise InputError(
-            "train.optimizer: adamw8bit needs bitsandbytes, which is not installed; "
-            "pip install 'slipstream[nf4]', or take adamw"
-        )
-
-
-def check_schedule(options: TrainOptions, steps: int) -> None:
-    """Raises ``InputError`` where the warm-up takes all of the run's ``steps``; known once its rows are counted."""
-    if options.warmup >= 1 and options.warmup >= steps:
-        longer = "train.epochs" if options.steps is None else "train.steps"
-        raise InputError(
-            f"train.warmup: {options.warmup:g} steps >= the run's {steps:,}, so the learning rate would never reach "
-            f"its peak; lower train.warmup (below 1 it is a share of the steps) or raise {longer}"
-        )
 
 
 class KeepBest(TrainerCallback):  # type: ignore[misc]

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from slipstream.cost.hardware import describe
-from slipstream.step.choice import Circumstances, compiler_obstacle
+from slipstream.model.quantize import parameter_count
+from slipstream.step.choice import Circumstances, compiler_obstacle, trains_whole
 from slipstream.transform import applied, base_model
 
 
@@ -24,7 +25,7 @@ def circumstances(
         host_experts=found is not None and found.experts is not None and found.experts.choice == "loop",
         processes=processes,
         devices=len({parameter.device for parameter in base.parameters()}),
-        whole=sum(p.numel() for p in trained) * 2 > sum(p.numel() for p in base.parameters()),
+        whole=trains_whole(sum(p.numel() for p in trained), sum(map(parameter_count, base.parameters()))),
         scaled_gradients=dtype == torch.float16,
         compiler=compiler_obstacle(device),
     )

@@ -1,13 +1,22 @@
-"""The options of a training run (the recipe's ``train`` section)."""
+"""The options of a training run (the recipe's ``train`` section), and what of them can't be had here.
+
+The checks stand beside the options, not beside what they are for: a plan asks them too, and need not import a trainer.
+"""
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from slipstream.errors import InputError
 from slipstream.step.choice import ModeChoice
 
 OptimizerChoice = Literal["adamw", "adamw8bit"]
+TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "wandb": ("wandb",)}
+"""The packages of which one must be installed for each tracker."""
+ALONE = "one process has no one to divide with; start several"
+"""Why ``sharding`` is off where there is one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,3 +55,31 @@ class TrainOptions:
     """With several processes: ``none`` keeps all weights in each, ``fsdp2`` divides them, for models too large."""
     trackers: list[Literal["tensorboard", "trackio", "wandb"]] = field(default_factory=list)
     """Experiment trackers to report to, through transformers' integrations."""
+
+
+def check_trackers(options: TrainOptions) -> None:
+    """Raises ``InputError`` for a tracker whose package is not installed."""
+    for tracker in options.trackers:
+        if not any(find_spec(package) for package in TRACKERS[tracker]):
+            raise InputError(
+                f"train.trackers: {tracker} is not installed; pip install {TRACKERS[tracker][0]}, or take it out"
+            )
+
+
+def check_optimizer(options: TrainOptions) -> None:
+    """Raises ``InputError`` for an optimizer whose package is not installed."""
+    if options.optimizer == "adamw8bit" and find_spec("bitsandbytes") is None:
+        raise InputError(
+            "train.optimizer: adamw8bit needs bitsandbytes, which is not installed; "
+            "pip install 'slipstream[nf4]', or take adamw"
+        )
+
+
+def check_schedule(options: TrainOptions, steps: int) -> None:
+    """Raises ``InputError`` where the warm-up takes all of the run's ``steps``; known once its rows are counted."""
+    if options.warmup >= 1 and options.warmup >= steps:
+        longer = "train.epochs" if options.steps is None else "train.steps"
+        raise InputError(
+            f"train.warmup: {options.warmup:g} steps >= the run's {steps:,}, so the learning rate would never reach "
+            f"its peak; lower train.warmup (below 1 it is a share of the steps) or raise {longer}"
+        )

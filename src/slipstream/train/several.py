@@ -18,6 +18,7 @@ from torch import nn
 
 from slipstream.data.even import EvenOrder, EvenRows
 from slipstream.decision import Decision
+from slipstream.train.options import ALONE
 from slipstream.train.sharding import (
     Shards,
     give_back,
@@ -53,7 +54,7 @@ class SeveralRanksTrainer(transformers.Trainer):  # type: ignore[misc]
         if sharding == "none":
             return None
         if self.args.world_size == 1:
-            return Decision("sharding", False, "one process has no one to divide with; start several")
+            return Decision("sharding", False, ALONE)
         self.sharded = True
         return shard(self.model, compute_dtype)
 
