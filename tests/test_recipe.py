@@ -198,7 +198,7 @@ def test_a_key_given_twice(write: Write) -> None:
         ("output=yes", "output: true is read as a switch; put quotes around it"),
         ("output=", "output: missing; give the folder"),
         ("data.train='  '", "data.train: missing; give a local file"),
-        ("memory=3", "memory: 3 is not a section; indent its keys below it (activations, buffers, host_limit)"),
+        ("memory=3", "memory: 3 is not a section; indent its keys below it (activations, buffers, host_limit, tiles)"),
         ("data=[a]", "data: [a] is not a section"),
         ("packing", "--set packing: not of the form key=value"),
         ("=3", "--set =3: not of the form key=value"),

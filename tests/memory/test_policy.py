@@ -156,7 +156,7 @@ def test_with_less_memory_more_is_recomputed_and_then_offloaded(free: Any) -> No
 
 
 def test_only_what_does_not_fit_is_offloaded_and_the_host_has_the_last_word(free: Any) -> None:
-    situation = now(H200, 49_152, QWEN3_8B)
+    situation = whole_rows(now(H200, 49_152, QWEN3_8B))
     demand = demand_of(situation)
     room = demand.device_bytes(Split(0, 26, 10))
     free(int(room / MARGIN) + 1)
@@ -168,6 +168,24 @@ def test_only_what_does_not_fit_is_offloaded_and_the_host_has_the_last_word(free
     tight = choose_activations("auto", replace(situation, host_bytes=8 * demand.input_bytes))
     assert tight.split == Split(0, 28, 8)
     assert "may not run" in tight.decisions[0].reason
+
+
+def whole_rows(situation: Situation) -> Situation:
+    """The same without MLPs in tiles."""
+    assert situation.job is not None
+    return replace(situation, job=replace(situation.job, tiles="off"))
+
+
+def test_tiles_leave_room_for_longer_rows(free: Any) -> None:
+    """A recomputed layer at work asks for less, a kept one for as much as ever."""
+    situation = now(H200, 131_072, QWEN3_8B)
+    tiled, whole = demand_of(situation), demand_of(whole_rows(situation))
+    all_again, all_kept = Split(0, 36, 0), Split(36, 0, 0)
+    assert tiled.device_bytes(all_again) < 0.75 * whole.device_bytes(all_again)
+    assert tiled.device_bytes(all_kept) == whole.device_bytes(all_kept)
+    free(int(tiled.device_bytes(all_again) / MARGIN) + 1)
+    assert choose_activations("auto", situation).split == all_again
+    assert choose_activations("auto", whole_rows(situation)).split != all_again
 
 
 @pytest.mark.parametrize("device", [SPARK, HOST])
