@@ -68,7 +68,7 @@ def test_the_longest_is_predicted_and_stepped_down_to(monkeypatch: pytest.Monkey
     monkeypatch.setattr(offload_longest, "attempt", attempt)
     card: Any = type("Card", (), {"device": torch.device("cuda")})()
     best = longest_document(card, DOUBLE, 10**8, None)
-    assert tried[:3] == [8192, 16384, 88064]
+    assert tried[:3] == [16_384, 32_768, 88_064]
     assert not best["tried"][2]["fits"]
     assert best["fits"]
     assert best["tokens"] == tried[-1] == 81_920

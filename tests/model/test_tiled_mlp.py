@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -147,7 +148,8 @@ def test_two_forwards_before_their_backwards() -> None:
     assert not torch.allclose(gradient(), expected, rtol=1e-2)
 
 
-def test_compiled_layers_have_compiled_tiles() -> None:
+def test_compiled_layers_have_compiled_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     model = apply(adapted(), Options(activations="recompute", tiles=TILES))
     _, plain = gradients_of(model)
     layers = CompiledLayers(base_model(model).get_decoder())

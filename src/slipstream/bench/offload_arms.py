@@ -16,6 +16,7 @@ import torch
 from slipstream.bench.harness import Arm
 from slipstream.bench.shapes import adapted_model, bench_dtype
 from slipstream.cost.offload import Split
+from slipstream.cost.tiles import TilesChoice
 from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator
 from slipstream.memory.checkpointing import Checkpointing, restore_checkpointing, set_checkpointing
@@ -50,14 +51,15 @@ class Bench:
     undo: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
-    def of(cls, config: Any, device: torch.device, mode: Mode = "eager") -> "Bench":
+    def of(cls, config: Any, device: torch.device, mode: Mode = "eager", tiles: TilesChoice = "off") -> "Bench":
         """A random model of this configuration with an adapter, packed attention, and fused AdamW.
 
         ``compiled``: layers compiled and adapters computed in half precision, as the trainer runs them where it can.
+        ``tiles``: of MLPs; off where copies are timed, so that a layer's backward is the same in all rows.
         """
         model = adapted_model(config, device)
         dtype = bench_dtype(device)
-        apply(model, Options(activations="keep", compute_dtype=dtype))
+        apply(model, Options(activations="keep", compute_dtype=dtype, tiles=tiles))
         restore_checkpointing(getattr(base_model(model), ATTRIBUTE).checkpointing)  # the arms set their own
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)

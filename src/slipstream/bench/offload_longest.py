@@ -2,7 +2,8 @@
 
 The size is a cap on what PyTorch may allocate, so that a large card answers for a smaller one. A try is one forward and
 backward of a row; memory grows in a straight line with the tokens (no attention choice here holds T² anything), so two
-short rows predict the longest one, and tries step down from there.
+short rows predict the longest one, and tries step down from there. MLPs run in tiles, as training has them on rows
+like these.
 """
 
 import gc
@@ -16,16 +17,19 @@ import torch
 from slipstream.bench.harness import clock_for, measure_once
 from slipstream.bench.offload_arms import DOUBLE, RECOMPUTE, Bench, Mode, Row, Step, steps
 from slipstream.bench.shapes import long_documents
+from slipstream.cost.tiles import TILE
 from slipstream.errors import InputError
+from slipstream.model.tiled_mlp import tiled_mlps
 
 ROW_TOKENS = 256_000
-PROBES = (8_192, 16_384)
-"""Rows from whose peaks the longest is predicted."""
+PROBES = (2 * TILE, 4 * TILE)
+"""Rows from whose peaks the longest is predicted; longer than a tile, from where on memory is a straight line."""
 STEP = 2_048
 """Tokens that tries are rounded to."""
 TRIES = 4
 LONGEST_DOCUMENT = 8192
 TINY_PROBES = (64, 128)
+TINY_TILE = 32
 
 
 def rows(
@@ -42,7 +46,7 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """A row for each arm and ``packed`` row, and for each arm its longest single ``document`` if that is asked for."""
     with capped(device, cap_bytes):
-        bench = Bench.of(config, device, mode)
+        bench = Bench.of(config, device, mode, TILE if device.type == "cuda" else TINY_TILE)
         try:
             for count in packed:
                 for arm in (DOUBLE, RECOMPUTE):
@@ -133,5 +137,6 @@ def _head(bench: Bench, shape: str, cap_bytes: int) -> dict[str, Any]:
         "layers": bench.layers,
         "mode": bench.mode,
         "cap_bytes": cap_bytes,
+        "tiles": tiled_mlps(bench.base)[0].tokens,
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "as PyTorch sets it"),
     }
