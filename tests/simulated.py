@@ -82,6 +82,22 @@ def simulated_peak(
     return peak
 
 
+def loss_peak(
+    config: dict[str, Any], tokens: int, *, dtype: torch.dtype, trained: bool, softcap: float | None = None
+) -> int:
+    """Bytes that the eager loss of one row and its backward hold at their peak, beside hidden states and head."""
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    with FakeTensorMode(), Peak() as counted:
+        project = torch.nn.Linear(hidden, vocabulary, bias=False, dtype=dtype).requires_grad_(trained)
+        features = torch.empty(1, tokens, hidden, dtype=dtype, requires_grad=True)
+        for tensor in (project.weight, features):
+            counted.count(tensor)
+        counted.peak = before = counted.now
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
+        summed_cross_entropy(features, ids, Head(project, softcap=softcap)).backward()
+        return counted.peak - before
+
+
 def _fill(model: Any) -> None:
     """Fake tensors in place of the model's meta tensors; what is shared stays shared."""
     made: dict[int, torch.Tensor] = {}

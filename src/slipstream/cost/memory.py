@@ -23,6 +23,9 @@ CONTEXT = 600 * 2**20
 """What the CUDA context and loaded kernels take of a card, outside the allocator."""
 ROOM = 0.94
 """Share of what is free that a plan may fill: the allocator reserves more than it hands out."""
+SOFTCAPPED = 29.0
+"""Bytes for each logit of a chunk that an eager loss with a soft cap holds behind a frozen head: tanh, slope and what is
+put together from them. Counted on a step without storage."""
 OPTIMIZER_BYTES: Mapping[str, float] = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}
 """Bytes of optimizer state for each trained parameter: two float32 moments (Loshchilov and Hutter 2019), or two of one
 byte with a float32 scale for each 256 (Dettmers et al. 2022, 8-bit optimizers, section 2)."""
@@ -208,17 +211,19 @@ def host_parts(job: Job) -> list[Part]:
 def loss_workspace(job: Job) -> float:
     """What the loss holds at most, beside the activations (``train/loss.py``).
 
-    For each logit of a chunk: with a frozen head the half-precision product, its float32 copy, the exponentials and
-    what is put together from them, fused to the product and its gradient in compiled steps; with one that is trained
-    three float32 tensors in the backward (log-softmax, its gradient, that of the logits), the head's gradient and its
-    sum. For all tokens the gradient of what the head reads; without chunks all logits and their gradient too.
+    For each logit of a chunk: with a frozen head the half-precision product, its float32 copy and the log-softmax of
+    that, in whose place the gradient is made (in float32 the product needs no copy), and more with a soft cap; fused to
+    the product and its gradient in compiled steps; with one that is trained three float32 tensors in the backward
+    (log-softmax, its gradient, that of the logits), the head's gradient and its sum. For all tokens the gradient of
+    what the head reads; without chunks all logits and their gradient too.
     """
     whole = 0.0 if job.chunked_loss else 2 * job.itemsize * job.tokens
     features = 2 * job.itemsize * job.tokens * job.shape.hidden
     each = 12.0
     if job.head_once:
         product = 0.0 if job.compute == "float32" else job.itemsize  # in float32 no copy is made of it
-        each = product + (4.0 if job.fused else 17.0)
+        capped = job.shape.softcapped and not job.fused
+        each = SOFTCAPPED if capped else product + (4.0 if job.fused else 8.0)
     summed = BYTES[job.weights] if job.tokens > LOSS_CHUNK else 0.0
     head = (job.itemsize + summed) * job.shape.head if job.full else 0.0
     return job.shape.vocabulary * (each * min(job.tokens, LOSS_CHUNK) + whole) + features + head

@@ -113,6 +113,8 @@ class ModelShape:
     layers: tuple[Layer, ...]
     parameters: int
     """All weights; biases are left out."""
+    softcapped: bool = False
+    """Whether the logits have a soft cap."""
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
@@ -141,6 +143,7 @@ class ModelShape:
             parameters=vocabulary * hidden * (1 if tied else 2)
             + sum(layer.parameters + norms * hidden for layer in layers)
             + hidden,
+            softcapped=bool(read.get("final_logit_softcapping")),
         )
 
     @property
