@@ -6,9 +6,10 @@
     python benchmarks/bench_plan.py --shape gpt-oss-20b --layers 12 --activations recompute
 
 Random weights of a real shape, documents of lognormal lengths that fill every row, rank-16 adapters, Slipstream's own
-trainer. The prediction is made as ``slipstream plan`` makes it, from the configuration and lengths alone, for the mode
-and the split of layers that training took. ``--out`` adds a row to a file that is there already, so that several calls
-make one table. Without a card only ``--shape tiny`` is worth its time.
+trainer, timed by marks at the end of each step that nobody waits for; steps that recorded a graph are left out. The
+prediction is made as ``slipstream plan`` makes it, from the configuration and lengths alone, for the mode and the split
+of layers that training took. ``--out`` adds a row to a file that is there already, so that several calls make one
+table. Without a card only ``--shape tiny`` is worth its time.
 """
 
 import argparse
@@ -16,12 +17,12 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-WARM_UP = 4
+WARM_UP = 3
+"""Steps after the first that are not counted."""
 DEFAULTS = {"qwen3-0.6b": 4096, "llama-3.2-1b": 4096, "qwen3-8b": 8192, "tiny": 256}
 
 
@@ -87,6 +88,8 @@ def compared(options: argparse.Namespace, target: Any) -> dict[str, Any]:
         "predicted_seconds": times.total,
         "measured_seconds": measured["seconds"],
         "fastest_seconds": measured["fastest"],
+        "steps_timed": measured["timed"],
+        "recordings": measured["recordings"],
         "floor_seconds": times.floor,
         "memory": {part.name: round(part.bytes) for part in prediction.memory.device},
         "times": {**vars(times)},
@@ -96,13 +99,14 @@ def compared(options: argparse.Namespace, target: Any) -> dict[str, Any]:
 
 
 def trained(options: argparse.Namespace, config: Any, rows: list[list[dict[str, list[int]]]]) -> dict[str, Any]:
-    """A short training: its median step, its peak, and what it decided."""
+    """A short training: its median step, recordings apart, its peak, and what it decided."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainingArguments
 
     import slipstream
     from slipstream.bench.shapes import bench_dtype, hold_in_four_bits
+    from slipstream.bench.step_clock import StepClock
     from slipstream.model.lora import AdapterOptions, add_adapter
     from slipstream.transform import applied
 
@@ -116,7 +120,13 @@ def trained(options: argparse.Namespace, config: Any, rows: list[list[dict[str, 
     compute = bench_dtype(device)
     asked = slipstream.Options(activations=options.activations, tokens=options.tokens, compute_dtype=compute)
     slipstream.apply(model, asked)
-    hung, told, timer = applied(model), [], clock()
+    hung, told, counts = applied(model), [], [0]
+
+    def recordings() -> int:  # the trainer lets go of its step when it is done
+        counts.append(trainer.step.recordings if trainer.step else counts[-1])
+        return counts[-1]
+
+    timer = StepClock(device, recordings)
     packed = slipstream.pack_dataset(Dataset.from_list([d for row in rows for d in row]), options.tokens)
     with tempfile.TemporaryDirectory() as scratch:
         settings = TrainingArguments(
@@ -145,12 +155,16 @@ def trained(options: argparse.Namespace, config: Any, rows: list[list[dict[str, 
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         trainer.train()
-    steady = timer.seconds[WARM_UP:] or timer.seconds
+    seconds = timer.seconds()
+    steps = list(zip(seconds, timer.recorded(), strict=True))
+    steady = [second for second, recorded in steps[WARM_UP:] if not recorded] or seconds
     modes = [str(decision.reason).partition(":")[0].partition(",")[0] for decision in told if decision.name == "step"]
     return {
         "seconds": statistics.median(steady),
         "fastest": min(steady),
-        "all_seconds": [round(second, 5) for second in timer.seconds],
+        "timed": len(steady),
+        "recordings": counts[-1],
+        "all_seconds": [round(second, 5) for second in seconds],
         "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         "mode": modes[-1] if modes else "eager",
         "attention": hung.attention,
@@ -200,30 +214,6 @@ def in_four_bits(prediction: Any, target: Any) -> Any:
 
     job = replace(prediction.job, nf4=True)
     return replace(prediction, job=job, memory=memory(job), times=step_times(job, target.rates))
-
-
-def clock() -> Any:
-    """A callback that times each step with the device idle at both ends."""
-    import torch
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.seconds: list[float] = []
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self._idle()
-            self.began = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self._idle()
-            self.seconds.append(time.perf_counter() - self.began)
-
-        def _idle(self) -> None:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-
-    return Clock()
 
 
 def without_paths(words: list[str]) -> list[str]:

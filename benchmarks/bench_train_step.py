@@ -148,13 +148,14 @@ def slipstream_arm(options: argparse.Namespace, scratch: str):
     from datasets import Dataset
 
     import slipstream
+    from slipstream.bench.step_clock import StepClock
     from slipstream.model.lora import AdapterOptions, add_adapter
 
     model = add_adapter(base_model(options), AdapterOptions(rank=16, alpha=16), seed=0)
     activations = "recompute" if options.checkpointing else "keep"
     slipstream.apply(model, slipstream.Options(attention=options.attention, activations=activations))
     rows = slipstream.pack_dataset(Dataset.from_dict({"input_ids": documents(options)}), options.tokens)
-    timer, told = clock(), []
+    timer, told = StepClock(torch.device("cuda")), []
     trainer = slipstream.Trainer(
         model,
         training_arguments(options, scratch),
@@ -170,15 +171,18 @@ def slipstream_arm(options: argparse.Namespace, scratch: str):
 
 
 def trl_arm(options: argparse.Namespace, scratch: str):
+    import torch
     from datasets import Dataset
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
+
+    from slipstream.bench.step_clock import StepClock
 
     model = base_model(options)
     model.config.use_cache = False
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     lora = LoraConfig(r=16, lora_alpha=16, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
-    timer = clock()
+    timer = StepClock(torch.device("cuda"))
     config = SFTConfig(
         **common(options, scratch),
         bf16=True,
@@ -206,6 +210,8 @@ def unsloth_arm(options: argparse.Namespace, scratch: str):
     from trl import SFTConfig, SFTTrainer
     from unsloth import FastLanguageModel
 
+    from slipstream.bench.step_clock import StepClock
+
     source = model_folder(options) if options.model in SHAPES else options.model
     model, processing = FastLanguageModel.from_pretrained(
         str(source),
@@ -224,7 +230,7 @@ def unsloth_arm(options: argparse.Namespace, scratch: str):
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         use_gradient_checkpointing=checkpointing,
     )
-    timer, counts = clock(), []
+    timer, counts = StepClock(torch.device("cuda")), []
     config = SFTConfig(
         **common(options, scratch), bf16=True, packing=True, max_length=options.tokens, dataset_num_proc=1
     )
@@ -284,29 +290,6 @@ def common(options: argparse.Namespace, scratch: str) -> dict:
         "dataloader_num_workers": 0,
         "disable_tqdm": True,
     }
-
-
-def clock():
-    """A callback that marks the end of each step on the device's stream."""
-    import torch
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        def __init__(self):
-            self.marks = []
-
-        def on_step_end(self, *_, **__):
-            if not self.marks:
-                torch.cuda.synchronize()
-                self.first = time.perf_counter()
-            self.marks.append(torch.cuda.Event(enable_timing=True))
-            self.marks[-1].record()
-
-        def seconds(self):
-            torch.cuda.synchronize()
-            return [a.elapsed_time(b) / 1e3 for a, b in zip(self.marks[:-1], self.marks[1:], strict=True)]
-
-    return Clock()
 
 
 def base_model(options: argparse.Namespace):

@@ -182,7 +182,11 @@ def plans(results: Mapping[str, Mapping[str, Any]]) -> str:
     if not rows:
         return ""
     head = ["file", "model", "layers", "tokens", "choices", "memory", "measured", "error", "step", "measured", "error"]
-    return "\n".join(["## Plan against run\n", table(head, rows)])
+    words = (
+        "Predicted by the cost model of the commit that measured; today's predictions of the same jobs are held against "
+        "these measurements by `tests/cost/test_plan_against_run.py`.\n"
+    )
+    return "\n".join(["## Plan against run\n", words, table(head, rows)])
 
 
 def _errors(row: Mapping[str, Any]) -> list[str]:
