@@ -183,8 +183,7 @@ def plans(results: Mapping[str, Mapping[str, Any]]) -> str:
         return ""
     head = ["file", "model", "layers", "tokens", "choices", "memory", "measured", "error", "step", "measured", "error"]
     words = (
-        "Predicted by the cost model of the commit that measured; `tests/cost/test_plan_against_run.py` holds today's "
-        "predictions of the same jobs against these measurements.\n"
+        "Predictions of the commit measured; `tests/cost/test_plan_against_run.py` makes today's for the same jobs.\n"
     )
     return "\n".join(["## Plan against run\n", words, table(head, rows)])
 

@@ -24,8 +24,8 @@ CONTEXT = 600 * 2**20
 ROOM = 0.94
 """Share of what is free that a plan may fill: the allocator reserves more than it hands out."""
 SOFTCAPPED = 29.0
-"""Bytes for each logit of a chunk that an eager loss with a soft cap holds behind a frozen head: tanh, slope and what is
-put together from them. Counted on a step without storage."""
+"""Bytes for each logit of a chunk that an eager loss with a soft cap holds behind a frozen head: tanh, slope and what
+is put together from them. Counted on a step without storage."""
 OPTIMIZER_BYTES: Mapping[str, float] = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}
 """Bytes of optimizer state for each trained parameter: two float32 moments (Loshchilov and Hutter 2019), or two of one
 byte with a float32 scale for each 256 (Dettmers et al. 2022, 8-bit optimizers, section 2)."""
