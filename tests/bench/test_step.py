@@ -7,6 +7,7 @@ import pytest
 
 from packed import model_of, with_adapter
 from slipstream import cli
+from slipstream.bench.shapes import shape_config
 from slipstream.bench.step import StepBench, floor_seconds, kind_of, multiplying_parameters
 from slipstream.bench.step_command import csv_rows, options
 from slipstream.errors import InputError
@@ -23,8 +24,16 @@ def test_embeddings_are_looked_up_and_heads_multiply() -> None:
     for tied in (False, True):
         base = base_model(with_adapter(model_of("llama", tie_word_embeddings=tied)))
         linear = sum(m.weight.numel() for n, m in base.named_modules() if n.endswith("base_layer"))
-        norms = sum(p.numel() for n, p in base.named_parameters() if "norm" in n)
-        assert multiplying_parameters(base) == linear + norms + base.get_output_embeddings().weight.numel()
+        assert multiplying_parameters(base.config) == linear + base.get_output_embeddings().weight.numel()
+
+
+def test_of_experts_only_those_that_a_token_is_given_to_multiply() -> None:
+    config = shape_config("tiny-mixture")
+    one = 3 * config.hidden_size * config.intermediate_size
+    config.num_experts_per_tok = 1
+    fewer = multiplying_parameters(config)
+    config.num_experts_per_tok = 3
+    assert multiplying_parameters(config) - fewer == 2 * one * config.num_hidden_layers
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 The modes take turns on one model in one process: forward, backward, clipping and update of the same packed row. Beside
 each stands the floor, the time that the step's matrix products with the weights would take at the rate measured here:
 4 · N · T / rate with frozen weights, 6 · N · T / rate with recompute (N: weights that multiply, T: tokens of the row).
-One captured step is profiled, and its kernels' time is shared out: matrix products, attention, loss, the rest.
+One step of each mode is profiled: how many launches the host makes, and how the kernels' time is shared out: matrix
+products, attention, loss, the rest.
 """
 
 import time
@@ -17,8 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from slipstream.bench.document import document
 from slipstream.bench.harness import WHOLE, Arm, clock_for, measure
-from slipstream.bench.shapes import SHAPES, adapted_model, bench_dtype, random_documents, shape_config
+from slipstream.bench.shapes import adapted_model, bench_dtype, random_documents, shape_config
 from slipstream.bench.statistics import bootstrap_interval, paired_differences
+from slipstream.cost.shape import ModelShape
 from slipstream.device.ceilings import measure as measure_ceilings
 from slipstream.device.feed import PackedCollator
 from slipstream.errors import InputError
@@ -45,7 +47,7 @@ class StepBench:
     """What to measure; None takes what suits the device."""
 
     shapes: tuple[str, ...] | None = None
-    """Names from ``shapes.SHAPES``; on a card ``qwen3-0.6b``, else ``tiny``."""
+    """Names from ``shapes.SHAPES`` or ``MIXTURES``; on a card ``qwen3-0.6b``, else ``tiny``."""
     tokens: int | None = None
     """Tokens of the row; 4,096 on a card, else 256."""
     activations: ActivationsChoice = "keep"
@@ -73,7 +75,6 @@ def run(options: StepBench, say: Say, save: Save) -> dict[str, Any]:
     ceilings = measure_ceilings(device)
     result = document("step", device, rows, matmul_flops=ceilings.matmul)
     for shape in options.shapes or (("qwen3-0.6b",) if cuda else ("tiny",)):
-        assert shape in SHAPES
         rows.append(_measured(options, shape, device, ceilings.matmul, say))
         save(result)
     return result
@@ -88,14 +89,12 @@ def floor_seconds(parameters: int, tokens: int, rate: float, *, recompute: bool)
     return (6 if recompute else 4) * parameters * tokens / rate
 
 
-def multiplying_parameters(base: Any) -> int:
-    """Frozen weights that a token is multiplied with: all but the input embeddings, which are looked up.
-
-    A tied head multiplies with the embeddings' matrix, so that counts once.
+def multiplying_parameters(config: Any) -> int:
+    """Weights that a token is multiplied with: of a mixture's experts those that it is given to, and the output head;
+    not the input embeddings, which are looked up, nor norms.
     """
-    frozen: int = sum(p.numel() for p in base.parameters() if not p.requires_grad)
-    embeddings, head = base.get_input_embeddings().weight, base.get_output_embeddings().weight
-    return frozen if head is embeddings else frozen - int(embeddings.numel())
+    shape = ModelShape.of(config)
+    return shape.dense + shape.active_experts + shape.head
 
 
 def _measured(options: StepBench, shape: str, device: torch.device, rate: float, say: Say) -> dict[str, Any]:
@@ -110,7 +109,7 @@ def _measured(options: StepBench, shape: str, device: torch.device, rate: float,
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     recompute = checkpoints(base)
-    parameters = multiplying_parameters(base)
+    parameters = multiplying_parameters(base.config)
     floor = floor_seconds(parameters, tokens, rate, recompute=recompute)
     row: dict[str, Any] = {
         "shape": shape,
@@ -136,8 +135,8 @@ def _measured(options: StepBench, shape: str, device: torch.device, rate: float,
     times = measure(arms, rounds, 2, clock_for(device))
     for name in arms:
         _add_times(row, name, times[name][WHOLE], times[next(iter(arms))][WHOLE])
-    if "captured" in steps and cuda:
-        row["shares"] = _shares(partial(steps["captured"], batch))
+    for name in arms if cuda else ():
+        row["modes"][name]["shares"] = _shares(partial(steps[name], batch))
     for step in steps.values():
         step.close()
     restore(model)

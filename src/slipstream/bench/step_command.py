@@ -84,7 +84,9 @@ def _show_row(row: Mapping[str, Any], console: Console) -> None:
         f"{row['activations']}; matmul floor {row['floor_seconds'] * 1e3:.1f} ms"
     )
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, column in enumerate(("mode", "step, ms", "tokens/s", "of floor", "first step, s", "peak, GB")):
+    for index, column in enumerate(
+        ("mode", "step, ms", "tokens/s", "of floor", "first step, s", "peak, GB", "launches")
+    ):
         table.add_column(column, justify="left" if index == 0 else "right")
     for mode, found in row["modes"].items():
         if "refused" in found:
@@ -98,11 +100,13 @@ def _show_row(row: Mapping[str, Any], console: Console) -> None:
             f"{found['share_of_floor']:.0%}",
             f"{found['first_step_seconds']:.1f}",
             peak,
+            f"{found['shares']['host_launches']:,}" if "shares" in found else "",
         )
     console.print(table)
-    if shares := row.get("shares"):
-        total = sum(shares["seconds"].values())
-        parts = ", ".join(
-            f"{name} {value * 1e3:.1f} ms ({value / total:.0%})" for name, value in shares["seconds"].items()
-        )
-        console.print(f"  kernels of a captured step: {parts}; launched by the host: {shares['host_launches']}")
+    for mode, found in row["modes"].items():
+        if shares := found.get("shares"):
+            total = sum(shares["seconds"].values())
+            parts = ", ".join(
+                f"{name} {value * 1e3:.1f} ms ({value / total:.0%})" for name, value in shares["seconds"].items()
+            )
+            console.print(f"  kernels, {mode}: {parts}")
