@@ -2,13 +2,15 @@
 
     python benchmarks/bench_train_step.py --model qwen3-0.6b --tokens 4096 --rounds 3
     python benchmarks/bench_train_step.py --model qwen3-8b --tokens 8192 --checkpointing --arms slipstream,unsloth
+    python benchmarks/bench_train_step.py --model gpt-oss-20b --checkpointing --arms slipstream,trl:grouped_mm,trl:eager
     python benchmarks/bench_train_step.py --model qwen3-14b --nf4 --checkpointing --arms slipstream,unsloth:offload
     python benchmarks/bench_train_step.py --model path/to/model --data alpaca.json --tokens 4096
 
 Each arm runs in a process of its own, since Liger and Unsloth replace functions for the whole process; the arms take
 turns, ``--rounds`` times. All trainers are timed by the same callback: an event on the device's stream at the end of
 each step, so that nobody is made to wait; loader, clipping, optimizer and scheduler lie inside.
-``slipstream:eager`` (or ``compiled``, ``captured``) names a mode, ``unsloth:offload`` its offloaded checkpointing.
+``slipstream:eager`` (or ``compiled``, ``captured``) names a mode, ``unsloth:offload`` its offloaded checkpointing,
+``trl:grouped_mm`` and ``trl:eager`` transformers' experts, without Liger. Of mixtures only attention has adapters.
 
 Without ``--data`` the documents have random tokens and lognormal lengths (mean about 250) that fill every row exactly;
 with it they are the tokenised rows of the file. Weights are random for a named shape; ``--nf4`` has all arms load them
@@ -29,7 +31,8 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from slipstream.bench.shapes import SHAPES
+from slipstream.bench.shapes import MIXTURES, shape_config
+from slipstream.bench.shapes import SHAPES as DENSE
 
 ARMS = {
     "slipstream": "auto",
@@ -37,10 +40,14 @@ ARMS = {
     "slipstream:compiled": "compiled",
     "slipstream:captured": "captured",
     "trl+liger": "",
+    "trl:grouped_mm": "",
+    "trl:eager": "",
     "unsloth": "",
     "unsloth:offload": "",
 }
 WARM_UP = 6
+SHAPES = {**DENSE, **MIXTURES}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def main() -> None:
@@ -140,7 +147,7 @@ def made(options: argparse.Namespace, scratch: str):
     """The arm's trainer, its clock, and the tokens of its rows where these differ."""
     if options.arm.startswith("unsloth"):
         return unsloth_arm(options, scratch)
-    return trl_arm(options, scratch) if options.arm == "trl+liger" else slipstream_arm(options, scratch)
+    return trl_arm(options, scratch) if options.arm.startswith("trl") else slipstream_arm(options, scratch)
 
 
 def slipstream_arm(options: argparse.Namespace, scratch: str):
@@ -180,15 +187,17 @@ def trl_arm(options: argparse.Namespace, scratch: str):
 
     model = base_model(options)
     model.config.use_cache = False
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    lora = LoraConfig(r=16, lora_alpha=16, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
+    experts = options.arm.partition(":")[2]
+    if experts:
+        model.set_experts_implementation(experts)
+    lora = LoraConfig(r=16, lora_alpha=16, target_modules=targets(options), lora_dropout=0.0, task_type="CAUSAL_LM")
     timer = StepClock(torch.device("cuda"))
     config = SFTConfig(
         **common(options, scratch),
         bf16=True,
         packing=True,
         max_length=options.tokens,
-        use_liger_kernel=True,
+        use_liger_kernel=not experts,
         gradient_checkpointing=options.checkpointing,
         dataset_num_proc=1,
     )
@@ -227,7 +236,7 @@ def unsloth_arm(options: argparse.Namespace, scratch: str):
         lora_alpha=16,
         lora_dropout=0,
         bias="none",
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        target_modules=targets(options),
         use_gradient_checkpointing=checkpointing,
     )
     timer, counts = StepClock(torch.device("cuda")), []
@@ -256,6 +265,11 @@ def unsloth_arm(options: argparse.Namespace, scratch: str):
 
     trainer.data_collator = Counting()
     return trainer, timer, counts
+
+
+def targets(options: argparse.Namespace) -> list[str]:
+    """The linear layers with adapters; a mixture's experts have none, in any arm."""
+    return ATTENTION if options.model in MIXTURES else [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
 
 def model_folder(options: argparse.Namespace) -> Path:
@@ -307,13 +321,10 @@ def base_model(options: argparse.Namespace):
 
 def random_model(options: argparse.Namespace):
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    shape = dict(SHAPES[options.model])
-    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    config.num_hidden_layers = options.layers or config.num_hidden_layers
     with torch.device("cuda"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return AutoModelForCausalLM.from_config(shape_config(options.model, options.layers), dtype=torch.bfloat16)
 
 
 def tokenizer(options: argparse.Namespace):

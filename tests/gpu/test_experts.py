@@ -21,6 +21,7 @@ from slipstream.model.experts_choice import find_experts
 from slipstream.model.experts_gate import fuses_gate
 from slipstream.model.experts_products import grouped_product
 from slipstream.model.lora import AdapterOptions, add_adapter
+from slipstream.model.own_kernels import own_kernels
 from slipstream.model.routing import route
 from slipstream.train.trainer import Trainer
 from slipstream.transform import Options, apply, decisions
@@ -138,7 +139,7 @@ def test_the_same_bits_every_time(function: ExpertsForward) -> None:
 @pytest.mark.parametrize(("slots", "inner"), [(300, 2880), (5, 100), (1, 1024)])
 def test_the_fused_gate_is_gpt_oss_s(slots: int, inner: int, dtype: torch.dtype) -> None:
     """Against the module's own in float64, clamps in play on both sides, on dirty memory."""
-    from slipstream.model.gate_kernels import clamped_gate  # needs Triton
+    from slipstream.model.expert_kernels import clamped_gate  # needs Triton
 
     draw = torch.Generator("cuda").manual_seed(0)
     up = (torch.randn(slots, 2 * inner, generator=draw, device="cuda") * 6).to(dtype).requires_grad_()
@@ -156,6 +157,32 @@ def test_the_fused_gate_is_gpt_oss_s(slots: int, inner: int, dtype: torch.dtype)
     rounding = 1e-5 if dtype == torch.float32 else 5e-3
     assert (out - own).norm() <= rounding * own.norm()
     assert (up.grad - exact.grad).norm() <= max(rounding, 1e-3) * exact.grad.norm()  # a tie at a clamp may differ
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "top_k", "hidden"), [(300, 4, 2880), (7, 1, 100), (33, 8, 2048)])
+def test_the_fused_sum_of_slots(tokens: int, top_k: int, hidden: int, dtype: torch.dtype) -> None:
+    """Against plain operations in float64, on dirty memory; the same bits every time."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    routing = route(torch.randint(0, 5, (tokens, top_k), generator=draw, device="cuda"), 5)
+    y = torch.randn(tokens * top_k, hidden, generator=draw, device="cuda").to(dtype).requires_grad_()
+    weights = torch.rand(tokens, top_k, generator=draw, device="cuda").requires_grad_()
+    grad = torch.randn(tokens, hidden, generator=draw, device="cuda").to(dtype)
+    found = []
+    for _ in range(2):
+        y.grad = weights.grad = None
+        dirty()
+        out = routing.combine(y, weights)
+        dirty()
+        out.backward(grad)
+        found.append((out.detach(), y.grad, weights.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    exact_y, exact_weights = (x.detach().double().requires_grad_() for x in (y, weights))
+    assert not own_kernels(exact_y)
+    exact = routing.combine(exact_y, exact_weights)
+    exact.backward(grad.double())
+    for ours, theirs in zip(found[0], (exact, exact_y.grad, exact_weights.grad), strict=True):
+        assert (ours - theirs).norm() <= (1e-5 if dtype == torch.float32 else 5e-3) * theirs.norm()
 
 
 def test_where_the_gate_is_fused() -> None:

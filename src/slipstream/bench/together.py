@@ -54,7 +54,7 @@ class TogetherBench:
     layers: int | None = None
     """Decoder layers; 8 on a card, else all."""
     rounds: int | None = None
-    """Timed rounds; 5 on a card, else 3."""
+    """Timed rounds; 12 on a card, else 3."""
     attention: AttentionChoice = "auto"
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ def run(options: TogetherBench, say: Say, save: Save = _nowhere) -> dict[str, An
 def _row(options: TogetherBench, shape: str, device: torch.device, say: Say) -> dict[str, Any]:
     """One shape's row; its model is gone afterwards."""
     card = device.type == "cuda"
-    tokens, rounds = options.tokens or (8192 if card else 128), options.rounds or (5 if card else 3)
+    tokens, rounds = options.tokens or (8192 if card else 128), options.rounds or (12 if card else 3)
     config = shape_config(shape, options.layers or (8 if card else None))
     row = {"shape": shape, "layers": config.num_hidden_layers, "tokens": tokens, "rounds": rounds}
     bench: Bench | None = None

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from slipstream.model.own_kernels import own_kernels
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -92,12 +94,20 @@ class _Combine(torch.autograd.Function):
         ctx: Any, y_SH: torch.Tensor, weights_TK: torch.Tensor, order_S: torch.Tensor, inverse_S: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(y_SH, weights_TK, order_S, inverse_S)
+        if own_kernels(y_SH):
+            from slipstream.model.expert_kernels import combine
+
+            return combine(y_SH, weights_TK, inverse_S)
         y_TKH = y_SH.index_select(0, inverse_S).view(*weights_TK.shape, y_SH.shape[-1])
         return (y_TKH * weights_TK[..., None]).sum(1).to(y_SH.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         y_SH, weights_TK, order_S, inverse_S = ctx.saved_tensors
+        if own_kernels(y_SH):
+            from slipstream.model.expert_kernels import combine_backward
+
+            return *combine_backward(grad_TH, y_SH, weights_TK, order_S), None, None
         grad_SH = grad_TH.index_select(0, order_S // weights_TK.shape[1])
         weights_S1 = weights_TK.reshape(-1).index_select(0, order_S)[:, None]
         grad_y_SH = (grad_SH * weights_S1).to(y_SH.dtype)

@@ -1,16 +1,19 @@
-"""gpt-oss's gate in one kernel each way: bias added, interleaved halves clamped, gated. Needs Triton, which CUDA builds
-of PyTorch bring along.
+"""Experts' elementwise work in kernels of our own, for layers that aren't compiled. Needs Triton, which CUDA builds of
+PyTorch bring along.
 
-Eagerly that gate is seven kernels forward and a dozen back, most of them over every second number of a tensor that is
-the largest of the layer: a third of an uncompiled gpt-oss layer's time. Compiled layers have theirs fused by the
-compiler, and never come here.
+Eagerly, gpt-oss's gate is seven kernels forward and a dozen back, most of them over every second number of a tensor
+that is the largest of the layer, and the weighted sum of a token's slots another four and eight. Here each is one
+kernel each way. Compiled layers have theirs fused by the compiler, and never come here.
 
-    g = min(up[0::2] + b[0::2], limit)    u = clamp(up[1::2] + b[1::2], -limit, limit)
-    inner = (u + 1) * g * sigmoid(alpha * g)
+    gate       g = min(up[0::2] + b[0::2], limit);  u = clamp(up[1::2] + b[1::2], -limit, limit)
+               inner = (u + 1) * g * sigmoid(alpha * g)
+    combine    out[t] = sum over k of w[t, k] * y[inverse[t, k]], k in order
 
-Computed in float32 and rounded once; clamps pass their gradient up to and including the limit, as PyTorch's do.
+Computed in float32 and rounded once; clamps pass their gradient up to and including the limit, as PyTorch's do. No
+atomics: the same bits every time.
 
-S: slots, sorted by expert; E: experts; I: inner width. One program a slot and ``BLOCK`` of its inner width.
+S: slots, sorted by expert; E: experts; I: inner width; T: tokens; K: slots a token; H: hidden width. One program a slot
+(or token) and ``BLOCK`` of its width.
 """
 
 from typing import Any
@@ -113,3 +116,56 @@ def _launch(
     bias = up_SO if bias_EO is None else bias_EO  # a pointer that is not read
     constants = {"BIASED": bias_EO is not None, "BLOCK": BLOCK}
     kernel[grid](out, *more, up_SO, bias, expert_S, inner, alpha, limit, **constants)
+
+
+@triton.jit
+def _combine(out, y, weights, inverse, hidden, K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for k in tl.static_range(K):
+        slot = tl.load(inverse + token * K + k)
+        weight = tl.load(weights + token * K + k).to(tl.float32)
+        total += weight * tl.load(y + slot * hidden + at, mask=at < hidden, other=0).to(tl.float32)
+    tl.store(out + token * hidden + at, total.to(out.dtype.element_ty), mask=at < hidden)
+
+
+@triton.jit
+def _combine_backward(
+    grad_y, grad_weights, grad, y, weights, order, hidden, K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):
+    slot = tl.program_id(0).to(tl.int64)
+    assignment = tl.load(order + slot)
+    token = assignment // K
+    weight = tl.load(weights + assignment).to(tl.float32)
+    product = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in tl.static_range(0, WIDTH, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        inside = at < hidden
+        g = tl.load(grad + token * hidden + at, mask=inside, other=0).to(tl.float32)
+        product += g * tl.load(y + slot * hidden + at, mask=inside, other=0).to(tl.float32)
+        tl.store(grad_y + slot * hidden + at, (g * weight).to(grad_y.dtype.element_ty), mask=inside)
+    tl.store(grad_weights + assignment, tl.sum(product, axis=0).to(grad_weights.dtype.element_ty))
+
+
+def combine(y_SH: torch.Tensor, weights_TK: torch.Tensor, inverse_S: torch.Tensor) -> torch.Tensor:
+    """Each token's weighted sum over its slots, [T, H]; ``inverse_S``: the slot of each assignment."""
+    (tokens, top_k), hidden = weights_TK.shape, y_SH.shape[1]
+    out_TH = y_SH.new_empty(tokens, hidden)
+    if tokens:
+        grid = (tokens, triton.cdiv(hidden, BLOCK))
+        _combine[grid](out_TH, y_SH.contiguous(), weights_TK.contiguous(), inverse_S, hidden, K=top_k, BLOCK=BLOCK)
+    return out_TH
+
+
+def combine_backward(
+    grad_TH: torch.Tensor, y_SH: torch.Tensor, weights_TK: torch.Tensor, order_S: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the slots [S, H] and of the weights [T, K]; ``order_S``: the assignment in each slot."""
+    top_k, hidden = weights_TK.shape[1], y_SH.shape[1]
+    grad_y_SH, grad_weights_TK = torch.empty_like(y_SH), torch.empty_like(weights_TK)
+    if len(y_SH):
+        constants = {"K": top_k, "BLOCK": BLOCK, "WIDTH": triton.cdiv(hidden, BLOCK) * BLOCK}
+        tensors = grad_TH.contiguous(), y_SH.contiguous(), weights_TK.contiguous(), order_S
+        _combine_backward[(len(y_SH),)](grad_y_SH, grad_weights_TK, *tensors, hidden, **constants)
+    return grad_y_SH, grad_weights_TK
