@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from slipstream.cost.ceilings import Ceilings
+from slipstream.cost.hardware import Device
 from slipstream.device import ceilings as module
 from slipstream.device.ceilings import ceilings, measure
 
@@ -38,12 +39,24 @@ def test_measuring_a_cpu() -> None:
     assert found.source == "measured"
 
 
-def test_measured_once(measured: list[int]) -> None:
-    first = ceilings("cpu", None)
-    assert ceilings("cpu", None) == first
+def test_a_card_is_measured_once(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Device("cuda", "a card", 2**34, (9, 0), bf16=True, unified_memory=False)
+    monkeypatch.setattr(module, "describe", lambda device: card)
+    first = ceilings("cuda", None)
+    assert ceilings("cuda", None) == first
     assert len(measured) == 1
-    assert ceilings("cpu", None, fresh=True) != first
+    assert ceilings("cuda", None, fresh=True) != first
+    assert ceilings("cuda", None).matmul == 2e11 + 2
+
+
+def test_of_a_cpu_the_best_is_kept(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy minute does not last."""
+    assert ceilings("cpu", None).matmul == 2e11 + 1
     assert ceilings("cpu", None).matmul == 2e11 + 2
+    slow = replace(RATES, matmul=5e10, copy=9e10, launch=1e-3)
+    monkeypatch.setattr(module, "measure", lambda device: slow)
+    assert ceilings("cpu", None) == replace(RATES, matmul=2e11 + 2, copy=9e10)
+    assert ceilings("cpu", None, fresh=True) == slow
 
 
 def test_another_driver_or_torch_measures_anew(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

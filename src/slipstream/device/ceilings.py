@@ -3,6 +3,8 @@
 A prediction needs what this machine does, not what its data sheet says: power limits, drivers and busy neighbours make
 tens of percent. Each ceiling is the best of several short timings, since everything that disturbs makes it slower. They
 are kept under the device's name, driver, torch version and dtype; another of these measures anew, and ``fresh`` does.
+A CPU is measured each time, in under a second, and the best is kept: what else runs on it makes rates four times lower
+for minutes, and a prediction from such a minute would be wrong ever after.
 
     matmul      a large product in the dtype that layers compute in
     copy        tensor to tensor on the device; read and written bytes count
@@ -16,7 +18,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,11 +46,17 @@ def ceilings(torch_device: "torch.device | str", driver: str | None, *, fresh: b
     device = torch.device(torch_device)
     place = _place(device, driver)
     kept = None if fresh else _read(place)
-    if kept is not None:
+    if kept is not None and device.type == "cuda":
         return kept
-    measured = measure(device)
+    measured = measure(device) if kept is None else better(kept, measure(device))
     _keep(place, measured)
     return measured
+
+
+def better(one: Ceilings, other: Ceilings) -> Ceilings:
+    """The best of two measurements of one device, rate by rate."""
+    rates = {name: max(getattr(one, name), getattr(other, name)) for name in ("matmul", "copy")}
+    return replace(one, **rates, launch=min(one.launch, other.launch), sync=min(one.sync, other.sync))
 
 
 def measure(torch_device: "torch.device | str", seconds: float = SECONDS) -> Ceilings:
