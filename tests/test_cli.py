@@ -268,3 +268,22 @@ def test_rows_may_be_read_by_head(tmp_path: Path, flags: list[str]) -> None:
     assert "Traceback" not in err
     assert "Broken" not in err
     assert flags or err == ""
+
+
+def test_a_plan_of_cached_rows_starts_without_what_only_training_needs(tmp_path: Path) -> None:
+    """Each takes about a second to import."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer(eos="</s>").save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(20)))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model: {tmp_path / 'model'}\noutput: o\ndata: {{train: {tmp_path / 'rows.jsonl'}}}\n")
+    env = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache"), "XDG_CACHE_HOME": str(tmp_path / "caches")}
+    code = (
+        "import sys; from slipstream.cli import app\n"
+        f"try: app(['plan', {str(path)!r}, '--device', 'h200'])\n"
+        "except SystemExit as left: assert left.code in (0, 3), left.code\n"
+        "print('IMPORTED', *sorted({'datasets', 'pandas', 'peft'} & set(sys.modules)))"
+    )
+    for _ in range(2):  # the first call tokenises
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.splitlines()[-1] == "IMPORTED"

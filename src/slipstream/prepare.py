@@ -5,14 +5,15 @@
 """
 
 import math
+import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -35,6 +36,9 @@ from slipstream.report.numbers import percent_text
 from slipstream.train.options import check_optimizer, check_trackers
 from slipstream.transform import decisions, packing_decision
 
+if TYPE_CHECKING:
+    import datasets
+
 LINE_EVERY_SECONDS = 10.0
 
 
@@ -43,7 +47,7 @@ class Rows:
     """One data set, ready to train on."""
 
     tokenised: TokenisedSet
-    rows: datasets.Dataset
+    rows: "datasets.Dataset"
     """Packed rows, or documents where packing is off."""
     report: PackingReport
     histogram: dict[str, list[int]]
@@ -120,7 +124,7 @@ def _of(rows: int, total: int | None) -> str:
 
 def _packed(
     recipe: Recipe, tokenised: TokenisedSet, lengths: npt.NDArray[np.int64]
-) -> tuple[datasets.Dataset, PackingReport]:
+) -> "tuple[datasets.Dataset, PackingReport]":
     """Packed rows and what packing achieved; the documents themselves and what padding costs, where it is off."""
     options, seed = recipe.packing, recipe.train.seed
     if not options.enabled:
@@ -219,7 +223,9 @@ def length_histogram(lengths: npt.NDArray[np.int64]) -> dict[str, list[int]]:
 
 def quiet_libraries() -> None:
     """Keep the libraries' own bars and notices out of the way; warnings and errors stay."""
-    datasets.disable_progress_bars()
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when it is imported
+    if (loaded := sys.modules.get("datasets")) is not None:
+        loaded.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     # peft asks for a property that newer transformers have renamed; nothing a user could do about it

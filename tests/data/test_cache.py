@@ -61,3 +61,13 @@ def test_what_killed_writers_left_goes_after_a_day(tmp_path: Path) -> None:
         os.utime(left, (now - folder_age,) * 2)
     assert ArrowCache(tmp_path).find("key") is None
     assert sorted(path.name for path in tmp_path.iterdir()) == [".writing-new", ".writing-slow"]
+
+
+def test_lengths_are_read_without_the_rows(tmp_path: Path) -> None:
+    """Over several batches, one of them empty and one a slice that does not begin where its memory does."""
+    lengths = [3, 0, 5, 1, 1, 7, 2]
+    whole = pa.RecordBatch.from_arrays([int32_lists(np.arange(19), np.array(lengths))], names=["input_ids"])
+    entry = ArrowCache(tmp_path).write("key", [whole.slice(0, 2), whole.slice(2, 0), whole.slice(2)], {})
+    assert entry.list_lengths("input_ids").tolist() == lengths
+    assert [len(ids) for ids in entry.dataset["input_ids"]] == lengths
+    assert ArrowCache(tmp_path).write("none", [whole.slice(0, 0)], {}).list_lengths("input_ids").tolist() == []

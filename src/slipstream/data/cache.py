@@ -15,20 +15,24 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from slipstream.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
 
 _ROWS, _ENTRY = "rows.arrow", "entry.json"
 _WRITING = ".writing-"
@@ -52,8 +56,21 @@ _REFUSALS = {
 class CacheEntry:
     """A finished data set and the note its writer left."""
 
-    dataset: datasets.Dataset
+    place: Path
     note: dict[str, Any]
+
+    @property
+    def dataset(self) -> "datasets.Dataset":
+        """The rows, mapped from disk."""
+        import datasets  # takes a second, which who only counts need not wait
+
+        return datasets.Dataset.from_file(str(self.place / _ROWS))
+
+    def list_lengths(self, column: str) -> npt.NDArray[np.int64]:
+        """The length of every list in a column, a batch at a time and without `datasets`."""
+        with pa.memory_map(str(self.place / _ROWS)) as source, pa.ipc.open_stream(source) as batches:
+            found = [_integers(pc.list_value_length(batch.column(column))) for batch in batches]
+        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -65,7 +82,7 @@ class ArrowCache:
     @classmethod
     def at(cls, folder: Path | None) -> "ArrowCache":
         """The cache in ``folder``; none means beside the data sets that `datasets` caches."""
-        return cls(folder if folder is not None else Path(datasets.config.HF_DATASETS_CACHE) / "slipstream")
+        return cls(folder if folder is not None else _datasets_cache() / "slipstream")
 
     def find(self, key: str) -> CacheEntry | None:
         """The entry under ``key``; none where there is none, or it is damaged (then it is removed).
@@ -82,7 +99,7 @@ class ArrowCache:
         if note is None:
             shutil.rmtree(place, ignore_errors=True)
             return None
-        return CacheEntry(datasets.Dataset.from_file(str(place / _ROWS)), note)
+        return CacheEntry(place, note)
 
     def write(self, key: str, batches: Iterable[pa.RecordBatch], note: dict[str, Any]) -> CacheEntry:
         """Writes ``batches`` (at least one, if empty) and, read when they are finished, ``note``; returns the entry.
@@ -123,6 +140,21 @@ class ArrowCache:
         for left in self.folder.glob(f"{_WRITING}*"):
             if time.time() - _last_written(left) > _STALE_SECONDS:
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def _integers(array: pa.Int32Array) -> npt.NDArray[np.int64]:
+    """An array without nulls as numpy has it; pyarrow's own way imports pandas first."""
+    whole = np.frombuffer(array.buffers()[1], dtype=np.int32)
+    return whole[array.offset : array.offset + len(array)].astype(np.int64)
+
+
+def _datasets_cache() -> Path:
+    """Where `datasets` caches, as its configuration says, or will say when it is imported."""
+    if (loaded := sys.modules.get("datasets")) is not None:
+        return Path(loaded.config.HF_DATASETS_CACHE)
+    caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", os.path.join(caches, "huggingface"))
+    return Path(os.environ.get("HF_DATASETS_CACHE", os.path.join(home, "datasets"))).expanduser()
 
 
 def digest(*parts: object) -> str:

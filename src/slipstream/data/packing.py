@@ -22,9 +22,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import datasets
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -33,6 +32,9 @@ from annotated_types import Gt
 
 from slipstream.data.cache import ArrowCache, digest, int32_lists
 from slipstream.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
 
 Ints = npt.NDArray[np.int64]
 
@@ -150,13 +152,13 @@ def packed(
 
 
 def pack_dataset(
-    dataset: datasets.Dataset,
+    dataset: "datasets.Dataset",
     tokens: int,
     *,
     seed: int = 0,
     window: int | None = None,
     cache_dir: Path | None = None,
-) -> datasets.Dataset:
+) -> "datasets.Dataset":
     """Packed rows of at most ``tokens`` tokens: ``input_ids``, ``labels`` and ``seq_lengths``, all lists of int32.
 
     The documents of a row lie one after another; ``seq_lengths`` holds their lengths. ``dataset`` needs ``input_ids``;
@@ -175,7 +177,7 @@ def pack_dataset(
     return found.dataset
 
 
-def document_lengths(dataset: datasets.Dataset) -> Ints:
+def document_lengths(dataset: "datasets.Dataset") -> Ints:
     """The number of tokens of every document, in order; reads a bounded number at a time."""
     parts = [
         pc.list_value_length(table.column("input_ids")).to_numpy().astype(np.int64)
@@ -184,7 +186,9 @@ def document_lengths(dataset: datasets.Dataset) -> Ints:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
-def _columns(dataset: datasets.Dataset) -> list[str]:
+def _columns(dataset: "datasets.Dataset") -> list[str]:
+    import datasets
+
     if not isinstance(dataset, datasets.Dataset):
         raise InputError(f"pack_dataset takes a datasets.Dataset, not {type(dataset).__name__}: lengths must be known")
     names: list[str] = dataset.column_names
@@ -301,7 +305,7 @@ def _padded_tokens(sizes: Ints, batch: int) -> int:
     return int((np.maximum.reduceat(sizes, starts) * counts).sum())
 
 
-def _packed_batches(dataset: datasets.Dataset, rows: Iterable[list[int]]) -> Iterator[pa.RecordBatch]:
+def _packed_batches(dataset: "datasets.Dataset", rows: Iterable[list[int]]) -> Iterator[pa.RecordBatch]:
     """Arrow batches of packed rows, each of about `_DOCUMENTS_AT_ONCE` documents; at least one, if empty."""
     source, group, documents, batches = dataset.with_format("arrow"), list[list[int]](), 0, 0
     for row in rows:
@@ -314,7 +318,7 @@ def _packed_batches(dataset: datasets.Dataset, rows: Iterable[list[int]]) -> Ite
         yield _packed_batch(source, group)
 
 
-def _packed_batch(source: datasets.Dataset, rows: list[list[int]]) -> pa.RecordBatch:
+def _packed_batch(source: "datasets.Dataset", rows: list[list[int]]) -> pa.RecordBatch:
     indices = [index for row in rows for index in row]
     table = source[indices]
     lengths = pc.list_value_length(table.column("input_ids")).to_numpy().astype(np.int64)

@@ -6,17 +6,19 @@ file), runs of learned tokens stand in guillemets, which the text itself may hol
 """
 
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset
 from rich.console import Console
 from rich.text import Text
 
 from slipstream.data.account import counted
 from slipstream.data.batch import IGNORE
 
+if TYPE_CHECKING:
+    from datasets import Dataset
 
-def preview(rows: Dataset, tokenizer: Any, *, rows_shown: int, console: Console) -> dict[str, Any]:
+
+def preview(rows: "Dataset", tokenizer: Any, *, rows_shown: int, console: Console) -> dict[str, Any]:
     """Print the first ``rows_shown`` rows and return them as plain values.
 
     Learned tokens are bold and green on a terminal, and stand between ``«`` and ``»`` elsewhere.

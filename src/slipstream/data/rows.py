@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import datasets
 import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,6 +24,9 @@ from annotated_types import Gt
 
 from slipstream.data.cache import digest, file_digest
 from slipstream.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
 
 _BATCH = 1000
 
@@ -272,6 +274,8 @@ def _without_none(value: Any) -> Any:
 
 
 def _hub_rows(source: str) -> Rows:
+    import datasets
+
     name, _, split = source.partition(":")
     with _loading(source):
         loaded = datasets.load_dataset(name, split=split or "train")
@@ -282,6 +286,8 @@ def _hub_rows(source: str) -> Rows:
 
 def _streamed_rows(source: str) -> Rows:
     """The rows of the newest commit of a hub data set, as they come; the commit stands for their contents."""
+    import datasets
+
     name, _, split = source.partition(":")
     split = split or "train"
     with _loading(source):
@@ -295,6 +301,8 @@ def _streamed_rows(source: str) -> Rows:
 @contextmanager
 def _loading(source: str) -> Iterator[None]:
     """Makes `InputError` of what keeps a hub data set from being loaded."""
+    import datasets
+
     try:
         yield
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -304,7 +312,9 @@ def _loading(source: str) -> Iterator[None]:
         ) from error
 
 
-def _read_stream(source: str, loaded: datasets.IterableDataset) -> Iterator[RawRow]:
+def _read_stream(source: str, loaded: "datasets.IterableDataset") -> Iterator[RawRow]:
+    import datasets
+
     number = 0
     try:
         for row in _read_dataset(loaded):
@@ -319,7 +329,7 @@ def _read_stream(source: str, loaded: datasets.IterableDataset) -> Iterator[RawR
         raise InputError(f"{source}: no rows; give a data set with at least one")
 
 
-def _read_dataset(loaded: datasets.Dataset | datasets.IterableDataset) -> Iterator[RawRow]:
+def _read_dataset(loaded: "datasets.Dataset | datasets.IterableDataset") -> Iterator[RawRow]:
     for number, value in enumerate(loaded, start=1):
         yield RawRow(number, None, _without_none(value))
 

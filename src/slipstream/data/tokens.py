@@ -11,23 +11,24 @@ Labels are ids where learned and -100 elsewhere, not yet shifted; a document's f
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from slipstream.data.account import Account, counted
-from slipstream.data.cache import ArrowCache, digest
+from slipstream.data.cache import ArrowCache, CacheEntry, digest
 from slipstream.data.chunks import ChunkMaker, Made, in_chunks
 from slipstream.data.encode import Encoder, tokenizer_digest
 from slipstream.data.formats import recognise
 from slipstream.data.learn import Renderer, renderer_for
-from slipstream.data.packing import document_lengths
 from slipstream.data.rows import DataOptions, RawRow, Rows, read_rows
 from slipstream.data.workers import in_order
 from slipstream.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
 
 _FORMAT = 1
 """Raised whenever documents come out differently for the same input; it is part of the cache key."""
@@ -40,16 +41,21 @@ Progress = Callable[[int, int | None], None]
 class TokenisedSet:
     """The documents of one source."""
 
-    documents: datasets.Dataset
-    """``input_ids`` and ``labels``, lists of int32 of equal length, one row a document."""
+    entry: CacheEntry
+    """The documents on disk."""
     account: Account
     files: tuple[str, ...] = ()
     """The files that were read, where the source is a folder."""
 
     @property
+    def documents(self) -> "datasets.Dataset":
+        """``input_ids`` and ``labels``, lists of int32 of equal length, one row a document."""
+        return self.entry.dataset
+
+    @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """The number of tokens of every document, in order."""
-        return document_lengths(self.documents)
+        return self.entry.list_lengths("input_ids")
 
 
 def tokenise(
@@ -83,7 +89,7 @@ def tokenise(
         maker = _Maker(ChunkMaker(source, name, options, Encoder(renderer), max_length), progress)
         note: dict[str, Any] = {}
         entry = cache.write(key, maker.batches(rows, note), note)
-    return TokenisedSet(entry.dataset, Account.from_json(entry.note), rows.files)
+    return TokenisedSet(entry, Account.from_json(entry.note), rows.files)
 
 
 def _recognised(source: str, first: RawRow, options: DataOptions) -> str:

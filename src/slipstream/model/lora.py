@@ -239,7 +239,9 @@ def _adaptable(model: "PreTrainedModel", options: AdapterOptions) -> list[str]:
 
 
 def _taken_for_experts(model: "PreTrainedModel", names: list[str]) -> list[str]:
-    """Those of the modules that peft would turn into adapters on the experts, asked of peft itself."""
+    """Those of the modules that peft, which is asked, would turn into adapters on the experts, if there are any."""
+    if not _expert_roots(model):
+        return []
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
