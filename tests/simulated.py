@@ -19,6 +19,7 @@ from slipstream.memory.checkpointing import set_checkpointing
 from slipstream.model.half_adapters import HalfAdapters
 from slipstream.model.head import Head
 from slipstream.model.lora import AdapterOptions, add_adapter
+from slipstream.model.tiled_mlp import TiledMLP
 from slipstream.train.loss import summed_cross_entropy
 
 ROUNDING = 512
@@ -55,15 +56,27 @@ class Peak(TorchDispatchMode):
 
 
 def simulated_peak(
-    config: dict[str, Any], tokens: int, *, recompute: bool, full: bool, dtype: torch.dtype, autocast: bool
+    config: dict[str, Any],
+    tokens: int,
+    *,
+    recompute: bool,
+    full: bool,
+    dtype: torch.dtype,
+    autocast: bool,
+    tiles: int | None = None,
 ) -> int:
-    """Bytes at the peak of the second step (with optimizer state) of a model of this configuration."""
+    """Bytes at the peak of the second step (with optimizer state) of a model of this configuration.
+
+    ``tiles``: tokens of an MLP's tile.
+    """
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype, attn_implementation="sdpa")
     model = made if full else add_adapter(made, AdapterOptions(), seed=0)
     model.train()
     layers = made.config.num_hidden_layers
     set_checkpointing(made, Split(0, layers, 0) if recompute else Split(layers, 0, 0), decide=print)
+    for layer in made.get_decoder().layers if tiles else ():
+        TiledMLP(layer.mlp, tiles).attach()
     with FakeTensorMode(), Peak() as counted:
         _fill(model)
         HalfAdapters.attach(made, torch.bfloat16 if autocast else dtype)

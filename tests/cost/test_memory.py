@@ -96,6 +96,9 @@ CASES = {
     "full, in place": {"full": True, "weights": "float32"},
     "full, recomputed": {"full": True, "weights": "float32", "activations": "recompute"},
     "adapters, float32": {"weights": "float32", "compute": "float32"},
+    "adapters, kept, MLPs in tiles": {"tiles": 128},
+    "adapters, recomputed, MLPs in tiles": {"activations": "recompute", "tiles": 128},
+    "full, recomputed, MLPs in tiles": {"full": True, "weights": "float32", "activations": "recompute", "tiles": 128},
 }
 
 
@@ -110,6 +113,7 @@ def test_beside_a_simulated_step(case: str) -> None:
         full=asked.full,
         dtype=getattr(torch, asked.weights),
         autocast=asked.compute == "bfloat16",
+        tiles=asked.tile,
     )
     predicted = memory(asked).device_bytes - LIBRARIES
     assert peak > 1.2 * parts(memory(asked))["weights"]
