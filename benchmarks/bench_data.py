@@ -10,7 +10,6 @@ Prints a table; the last line is the result in JSON, which ``--out`` writes too.
 
 import argparse
 import json
-import platform
 import random
 import sys
 import tempfile
@@ -22,12 +21,15 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
+from slipstream.bench.document import document
 from slipstream.data.packing import pack_dataset
 from slipstream.data.rows import DataOptions
 from slipstream.data.tokens import tokenise
 from slipstream.data.workers import MOST, cores
 
+PATHS = ("--out", "--scratch")
 WORDS = ("model", "row", "token", "step", "card", "batch", "loss", "layer", "weight", "learns", "from", "the", "a")
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -48,9 +50,8 @@ def main() -> None:
             tokenised = time.perf_counter() - began
             rows = pack_dataset(told.documents, 4096, window=options.window, cache_dir=cache)
             packed = time.perf_counter() - began - tokenised
-    result = {
-        "benchmark": "data",
-        "rows": options.rows,
+    row = {
+        "documents": options.rows,
         "window": options.window,
         "cores": cores(),
         "processes": min(cores(), MOST),
@@ -61,16 +62,26 @@ def main() -> None:
         "pack_seconds": round(packed, 2),
         "peak_memory_mb": round(memory["own"] / 2**20),
         "peak_memory_mb_with_workers": round(memory["all"] / 2**20),
-        "python": platform.python_version(),
     }
+    result = document("data", torch.device("cpu"), [row])
+    result["command"] = " ".join(["python benchmarks/bench_data.py", *without_paths(sys.argv[1:])])
     print(
-        f"{options.rows:,} rows, {told.account.tokens:,} tokens on {result['cores']} cores: tokenised in "
-        f"{tokenised:.1f} s ({result['rows_per_second']:,} rows/s), packed in {packed:.1f} s; "
-        f"at most {result['peak_memory_mb']:,} MB, {result['peak_memory_mb_with_workers']:,} MB with all processes"
+        f"{options.rows:,} rows, {told.account.tokens:,} tokens on {row['cores']} cores: tokenised in "
+        f"{tokenised:.1f} s ({row['rows_per_second']:,} rows/s), packed in {packed:.1f} s; "
+        f"at most {row['peak_memory_mb']:,} MB, {row['peak_memory_mb_with_workers']:,} MB with all processes"
     )
     if options.out:
         Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
+
+
+def without_paths(words: list[str]) -> list[str]:
+    """The command's words without where files lay."""
+    kept: list[str] = []
+    for word, before in zip(words, ["", *words], strict=False):
+        if word not in PATHS and before not in PATHS:
+            kept.append(word)
+    return kept
 
 
 def arguments() -> argparse.Namespace:
