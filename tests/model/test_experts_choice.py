@@ -10,6 +10,7 @@ from mixtures import MIXTURES, mixture_of
 from packed import documents, logits_of, model_of, row_of
 from slipstream import InputError, Options, apply, decisions, restore
 from slipstream.cost.hardware import Device, describe
+from slipstream.model import own_kernels
 from slipstream.model.experts_choice import choose_experts, find_experts
 from slipstream.transform import ATTRIBUTE
 
@@ -118,3 +119,14 @@ def test_every_mixture_is_found() -> None:
         model = mixture_of(family)
         dense = 1 if "first_k_dense_replace" in MIXTURES[family] else 0
         assert len(find_experts(model)) == 2 - dense
+
+
+@pytest.mark.parametrize(
+    ("cuda", "triton", "told"),
+    [("13.0", True, "own kernels where"), ("13.0", False, "Triton is missing"), (None, False, "own kernels where")],
+)
+def test_own_kernels_are_told(cuda: str | None, triton: bool, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_kernels, "_has_triton", lambda: triton)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert told in own_kernels.kernels_told("cuda")
+    assert own_kernels.kernels_told("cpu") == ""

@@ -21,6 +21,7 @@ from slipstream.model.expert_lora import ExpertAdapters
 from slipstream.model.experts import ExpertsForward, grouped_experts, looped_experts, up_name
 from slipstream.model.experts_kept import KeptRouting
 from slipstream.model.experts_products import ALIGNMENT
+from slipstream.model.own_kernels import kernels_told
 
 ExpertsChoice = Literal["auto", "grouped", "loop"]
 Named = Literal["grouped", "loop"]
@@ -62,12 +63,14 @@ def choose_experts(
     obstacle = grouped_obstacle(experts, device, dtype)
     if asked == "grouped" and obstacle:
         raise InputError(f"experts grouped: {obstacle}; set experts to auto or loop")
+    kernels = kernels_told(device.kind)
     if asked != "auto":
-        return asked, Decision("experts", True, f"{asked}: {WHAT[asked]} (asked for)")
+        return asked, Decision("experts", True, f"{asked}: {WHAT[asked]} (asked for){kernels}")
     if obstacle is None and device.kind == "cpu":
         obstacle = "nothing waits for a host that computes itself"
     chosen: Named = "loop" if obstacle else "grouped"
-    return chosen, Decision("experts", True, f"{chosen}: {WHAT[chosen]}" + (f" ({obstacle})" if obstacle else ""))
+    why = f" ({obstacle})" if obstacle else ""
+    return chosen, Decision("experts", True, f"{chosen}: {WHAT[chosen]}{why}{kernels}")
 
 
 def _unfit(base: Any, experts: list[Any]) -> str | None:

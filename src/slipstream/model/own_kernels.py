@@ -14,6 +14,17 @@ def own_kernels(x: torch.Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype in EXACT and not torch.compiler.is_compiling() and _has_triton()
 
 
+def kernels_told(kind: str) -> str:
+    """What a decision about experts adds on a device of this kind; nothing where there are no such kernels.
+
+    A PyTorch without CUDA, which only plans for a card, takes Triton for granted there.
+    """
+    if kind != "cuda":
+        return ""
+    missing = torch.version.cuda is not None and not _has_triton()
+    return "; no own kernels: Triton is missing" if missing else "; own kernels where layers aren't compiled"
+
+
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
