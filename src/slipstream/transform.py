@@ -67,7 +67,7 @@ class Options:
     host_limit: float | None = None
     """GiB of host memory that offloaded activations may take; without it, 80% of what is free."""
     tiles: TilesChoice = "auto"
-    """``auto``, ``off``, or tokens: how much of a row an MLP computes at a time."""
+    """``auto``, ``none``, or tokens: how much of a row an MLP computes at a time."""
     experts: ExpertsChoice = "auto"
     """``grouped`` or ``loop``."""
     tokens: int | None = None

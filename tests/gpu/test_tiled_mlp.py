@@ -37,7 +37,7 @@ def batches(count: int) -> list[dict]:
 
 def stepping(mode: str, tiles: Any, activations: Any) -> TrainStep:
     model = apply(model_of(), Options(activations=activations, tiles=tiles, tokens=TOKENS))
-    assert bool(tiled_mlps(model)) == (tiles != "off")
+    assert bool(tiled_mlps(model)) == (tiles != "none")
     trained = [p for p in model.parameters() if p.requires_grad]
     return TrainStep(model, torch.optim.AdamW(trained, lr=1e-3, fused=True), mode)
 
@@ -52,7 +52,7 @@ def test_every_mode_learns_what_whole_rows_learn(mode: str, activations: str) ->
     step = stepping(mode, TILES, activations)
     found = losses(step)
     assert step.mode == mode, step.decisions
-    whole = losses(stepping("eager", "off", activations))
+    whole = losses(stepping("eager", "none", activations))
     assert len(set(whole)) == len(whole)
     assert found == pytest.approx(whole, abs=1e-2)
 
@@ -81,6 +81,6 @@ def test_less_memory() -> None:
         losses(step, 2)
         return torch.cuda.max_memory_allocated() - before
 
-    tiled, whole = peak(TILES), peak("off")
+    tiled, whole = peak(TILES), peak("none")
     inner = TOKENS * 8192 * 2
     assert whole - tiled > 3 * inner

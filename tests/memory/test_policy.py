@@ -173,7 +173,7 @@ def test_only_what_does_not_fit_is_offloaded_and_the_host_has_the_last_word(free
 def whole_rows(situation: Situation) -> Situation:
     """The same without MLPs in tiles."""
     assert situation.job is not None
-    return replace(situation, job=replace(situation.job, tiles="off"))
+    return replace(situation, job=replace(situation.job, tiles="none"))
 
 
 def test_tiles_leave_room_for_longer_rows(free: Any) -> None:

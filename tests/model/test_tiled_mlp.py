@@ -82,7 +82,7 @@ def test_a_recomputed_layer_runs_each_tile_twice_and_no_more() -> None:
 
 
 def test_what_is_kept_is_the_input_alone() -> None:
-    model = apply(adapted(), Options(activations="keep", tiles="off"))
+    model = apply(adapted(), Options(activations="keep", tiles="none"))
     whole = _saved(model)
     tiled = _saved(apply(model, Options(activations="keep", tiles=TILES)))
     inner = base_model(model).config.intermediate_size
@@ -201,7 +201,7 @@ def test_restore_leaves_nothing() -> None:
         ("auto", LONG_ROW, True, None),
         ("auto", LONG_ROW + 1, False, None),
         ("auto", None, True, None),
-        ("off", 10 * LONG_ROW, True, None),
+        ("none", 10 * LONG_ROW, True, None),
         (64, None, False, 64),
     ],
 )
@@ -217,7 +217,7 @@ def test_auto_tiles_long_rows_of_recomputed_layers_and_says_so() -> None:
     assert len(tiled_mlps(model)) == base_model(model).config.num_hidden_layers
     apply(model, Options(activations="recompute", tokens=LONG_ROW))
     assert not tiled_mlps(model)
-    apply(model, Options(activations="recompute", tokens=LONG_ROW + 1, tiles="off"))
+    apply(model, Options(activations="recompute", tokens=LONG_ROW + 1, tiles="none"))
     assert not tiled_mlps(model)
     assert [one.on for one in decisions(model) if one.name == "tiled mlp"] == [False]
 

@@ -388,3 +388,18 @@ def test_another_way_of_packing_is_not_taken_for_one_that_was_made(tmp_path: Pat
     assert len({id(one) for one in kept}) == len(found.packings) == 8
     assert prediction.packing_of(recipe_of(tmp_path, tmp_path / "model", "packing.rows=4"), found) is kept[0]
     assert kept[-1][0].padded_tokens != kept[-2][0].padded_tokens
+
+
+def test_tiles_are_planned_as_training_has_them(tmp_path: Path) -> None:
+    recompute, dropout = "memory.activations=recompute", "adapter.dropout=0.1"
+    for asked, activations, layers in (("64", "memory.activations=keep", 28), ("64", recompute, 28)):
+        on, reason = decisions(plan(recipe_of(tmp_path, QWEN3_06B, f"memory.tiles={asked}", activations))[0])[
+            "tiled mlp"
+        ]
+        assert (on, reason) == (True, f"the MLPs of {layers} layers run 64 tokens at a time")
+    long = ["packing.tokens=65536", recompute]
+    assert "8,192 tokens" in decisions(plan(recipe_of(tmp_path, QWEN3_06B, *long))[0])["tiled mlp"][1]
+    for without in ("memory.tiles=none", dropout):
+        assert "tiled mlp" not in decisions(plan(recipe_of(tmp_path, QWEN3_06B, *long, without))[0])
+    with pytest.raises(InputError, match=r"memory.tiles: 64 can't be had with adapter.dropout: 0.1, .*dropout: 0"):
+        plan(recipe_of(tmp_path, QWEN3_06B, "memory.tiles=64", dropout))

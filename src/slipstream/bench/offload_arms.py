@@ -51,11 +51,11 @@ class Bench:
     undo: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
-    def of(cls, config: Any, device: torch.device, mode: Mode = "eager", tiles: TilesChoice = "off") -> "Bench":
+    def of(cls, config: Any, device: torch.device, mode: Mode = "eager", tiles: TilesChoice = "none") -> "Bench":
         """A random model of this configuration with an adapter, packed attention, and fused AdamW.
 
         ``compiled``: layers compiled and adapters computed in half precision, as the trainer runs them where it can.
-        ``tiles``: of MLPs; off where copies are timed, so that a layer's backward is the same in all rows.
+        ``tiles``: of MLPs; none where copies are timed, so that a layer's backward is the same in all rows.
         """
         model = adapted_model(config, device)
         dtype = bench_dtype(device)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-TilesChoice = Literal["auto", "off"] | Annotated[int, Ge(16)]
+TilesChoice = Literal["auto", "none"] | Annotated[int, Ge(16)]
 """Tokens of a tile; ``auto``: ``TILE``, in recomputed layers of rows longer than ``LONG_ROW``."""
 TILE = 8_192
 """Tokens of a tile: products of this height run as fast as higher ones."""
@@ -16,7 +16,7 @@ def tile_tokens(asked: TilesChoice, tokens: int | None, *, recomputed: bool) -> 
     """Tokens of a tile, or None where MLPs are left whole. ``recomputed``: whether any layer's activations aren't kept;
     ``tokens``: of a batch, None where that is not known.
     """
-    if asked == "off":
+    if asked == "none":
         return None
     if asked != "auto":
         return asked

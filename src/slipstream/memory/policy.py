@@ -51,7 +51,7 @@ class MemoryOptions:
     host_limit: Annotated[float, Gt(0)] | None = None
     """GiB of host memory that offloaded activations may take; without it, 80% of what is free."""
     tiles: TilesChoice = "auto"
-    """``auto``, ``off``, or tokens: how much of a row an MLP computes at a time, where layers are recomputed."""
+    """``auto``, ``none``, or tokens: how much of a row an MLP computes at a time, where layers are recomputed."""
 
 
 @dataclass(frozen=True)

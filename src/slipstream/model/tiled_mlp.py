@@ -216,15 +216,15 @@ def tile_mlps(
     ``recomputed``: decoder layers whose activations aren't kept; ``layers``: all of them, which a tile that is asked
     for goes to; ``tokens``: of a batch, where they are known. Raises ``InputError`` where tiles asked for can't be had.
     """
-    if asked == "off":
-        return [], Decision("tiled mlp", False, "asked for: tiles off")
+    if asked == "none":
+        return [], Decision("tiled mlp", False, "asked for: tiles none")
     size = tile_tokens(asked, tokens, recomputed=bool(recomputed))
     if size is None:
         return [], None
     where = recomputed if asked == "auto" else layers
     obstacle = _obstacle(base, where)
     if obstacle is not None and asked != "auto":
-        raise InputError(f"tiles {asked}: {obstacle}; set memory.tiles to auto or off")
+        raise InputError(f"memory.tiles: {asked}: {obstacle}; set memory.tiles to auto or none")
     if obstacle is not None:
         return [], Decision("tiled mlp", False, obstacle)
     reason = f"the MLPs of {len(where)} layers run {size:,} tokens at a time, so that only a tile's activations exist"

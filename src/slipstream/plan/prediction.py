@@ -27,8 +27,10 @@ from slipstream.cost.memory import (
 )
 from slipstream.cost.offload import Split
 from slipstream.cost.step import Times, boundary_seconds, step_times
+from slipstream.cost.tiles import TilesChoice
 from slipstream.data.packing import PackingReport, pack
 from slipstream.decision import Decision
+from slipstream.errors import InputError
 from slipstream.memory.offload import buffer_count
 from slipstream.memory.policy import Situation, choose_activations
 from slipstream.model.attention import Needs, choose_attention
@@ -185,21 +187,33 @@ def job_of(
         experts=experts,
         optimizer=recipe.train.optimizer,
         accumulate=recipe.train.accumulate,
-        tiles=recipe.memory.tiles,
+        tiles=_tiles(recipe),
     )
     mode, stepping = _mode(recipe, found, target, job, attention)
     job = replace(job, mode=mode)
     split, kept = _activations(recipe, job, target)
     job = replace(job, split=taken.split or split, buffers=buffer_count(recipe.memory.buffers))
-    tiling = [] if job.tile is None or found.shape.routed else [tiled_decision(job.layers, job.tile)]
+    tiling = [] if job.tile is None or found.shape.routed else [tiled_decision(job, job.tile)]
     return job, tuple(_decisions(recipe, found, target, [attending, *kept, *tiling, stepping, *routing]))
 
 
-def tiled_decision(split: Split, tile: int) -> Decision:
+def tiled_decision(job: Job, tile: int) -> Decision:
     """MLPs that training will run in tiles, where they turn out to treat each token by itself."""
-    return Decision(
-        "tiled mlp", True, f"MLPs of {split.layers - split.kept} recomputed layers, {tile:,} tokens at a time"
-    )
+    count = job.layers.layers - (job.layers.kept if job.tiles == "auto" else 0)
+    return Decision("tiled mlp", True, f"the MLPs of {count} layers run {tile:,} tokens at a time")
+
+
+def _tiles(recipe: Recipe) -> TilesChoice:
+    """The rule for tiles as training will have it: another pass through a tile would draw dropout anew."""
+    asked = recipe.memory.tiles
+    if recipe.adapter.kind == "none" or not recipe.adapter.dropout:
+        return asked
+    if isinstance(asked, int):
+        raise InputError(
+            f"memory.tiles: {asked} can't be had with adapter.dropout: {recipe.adapter.dropout:g}, which another pass "
+            f"through a tile would draw anew; set adapter.dropout: 0, or memory.tiles: auto or none"
+        )
+    return "none"
 
 
 def _widest(recipe: Recipe, lengths: Lengths) -> int:
