@@ -249,3 +249,18 @@ def test_dropout_and_odd_mlps_are_refused() -> None:
         layer.mlp = Mixing(layer.mlp)
     with pytest.raises(InputError, match="each token by itself"):
         apply(model, Options(tiles=TILES))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_an_input_without_gradient(activations: Any) -> None:
+    """The first layer's, where nothing before its MLP is trained."""
+    model = adapted()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name and ".mlp." in name)
+    loss, plain = gradients_of(apply(model, Options(activations=activations)))
+    tiled, found = gradients_of(apply(model, Options(activations=activations, tiles=TILES)))
+    assert torch.allclose(tiled, loss, rtol=1e-6)
+    assert any(".layers.0.mlp." in name for name in plain)
+    assert plain.keys() == found.keys()
+    for name, gradient in plain.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max())), name

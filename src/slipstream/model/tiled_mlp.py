@@ -72,6 +72,8 @@ class TiledMLP:
             return self._each(x_1TH).view_as(x_BTH)
         keep: Callable[..., torch.Tensor] = _Keep.apply
         run: Callable[..., torch.Tensor] = _Run.apply
+        if not x_1TH.requires_grad:  # autograd keeps nothing for a node without gradients
+            x_1TH = x_1TH.detach().requires_grad_()
         kept = _Kept()
         return run(keep(kept, x_1TH), kept, self, trained, x_1TH, *trained.tensors()).view_as(x_BTH)
 
