@@ -3,13 +3,14 @@
     python benchmarks/bench_train_step.py --model qwen3-0.6b --tokens 4096 --rounds 3
     python benchmarks/bench_train_step.py --model qwen3-8b --tokens 8192 --checkpointing --arms slipstream,unsloth
     python benchmarks/bench_train_step.py --model gpt-oss-20b --checkpointing --arms slipstream,trl:grouped_mm,trl:eager
-    python benchmarks/bench_train_step.py --model qwen3-14b --nf4 --checkpointing --arms slipstream,unsloth:offload
+    python benchmarks/bench_train_step.py --model qwen3-14b --nf4 --checkpointing --arms slipstream:offload,unsloth:offload
     python benchmarks/bench_train_step.py --model path/to/model --data alpaca.json --tokens 4096
 
 Each arm runs in a process of its own, since Liger and Unsloth replace functions for the whole process; the arms take
 turns, ``--rounds`` times. All trainers are timed by the same callback: an event on the device's stream at the end of
 each step, so that nobody is made to wait; loader, clipping, optimizer and scheduler lie inside.
-``slipstream:eager`` (or ``compiled``, ``captured``) names a mode, ``unsloth:offload`` its offloaded checkpointing,
+``slipstream:eager`` (or ``compiled``, ``captured``) names a mode; ``slipstream:offload`` and ``unsloth:offload`` keep
+checkpoints on the host;
 ``trl:grouped_mm`` and ``trl:eager`` transformers' experts, without Liger. Of mixtures only attention has adapters.
 
 Without ``--data`` the documents have random tokens and lognormal lengths (mean about 250) that fill every row exactly;
@@ -39,6 +40,7 @@ ARMS = {
     "slipstream:eager": "eager",
     "slipstream:compiled": "compiled",
     "slipstream:captured": "captured",
+    "slipstream:offload": "auto",
     "trl+liger": "",
     "trl:grouped_mm": "",
     "trl:eager": "",
@@ -160,6 +162,8 @@ def slipstream_arm(options: argparse.Namespace, scratch: str):
 
     model = add_adapter(base_model(options), AdapterOptions(rank=16, alpha=16), seed=0)
     activations = "recompute" if options.checkpointing else "keep"
+    if options.arm == "slipstream:offload":
+        activations = "offload"
     slipstream.apply(model, slipstream.Options(attention=options.attention, activations=activations))
     rows = slipstream.pack_dataset(Dataset.from_dict({"input_ids": documents(options)}), options.tokens)
     timer, told = StepClock(torch.device("cuda")), []
