@@ -3,15 +3,16 @@
     python benchmarks/bench_train_step.py --model qwen3-0.6b --tokens 4096 --rounds 3
     python benchmarks/bench_train_step.py --model qwen3-8b --tokens 8192 --checkpointing --arms slipstream,unsloth
     python benchmarks/bench_train_step.py --model gpt-oss-20b --checkpointing --arms slipstream,trl:grouped_mm,trl:eager
-    python benchmarks/bench_train_step.py --model qwen3-14b --nf4 --checkpointing --arms slipstream:offload,unsloth:offload
+    python benchmarks/bench_train_step.py --model qwen3-14b --nf4 --checkpointing \\
+        --arms slipstream:offload,unsloth:offload
     python benchmarks/bench_train_step.py --model path/to/model --data alpaca.json --tokens 4096
 
 Each arm runs in a process of its own, since Liger and Unsloth replace functions for the whole process; the arms take
 turns, ``--rounds`` times. All trainers are timed by the same callback: an event on the device's stream at the end of
 each step, so that nobody is made to wait; loader, clipping, optimizer and scheduler lie inside.
 ``slipstream:eager`` (or ``compiled``, ``captured``) names a mode; ``slipstream:offload`` and ``unsloth:offload`` keep
-checkpoints on the host;
-``trl:grouped_mm`` and ``trl:eager`` transformers' experts, without Liger. Of mixtures only attention has adapters.
+checkpoints on the host; ``trl:grouped_mm`` and ``trl:eager`` take transformers' experts, without Liger. Of mixtures
+only attention has adapters.
 
 Without ``--data`` the documents have random tokens and lognormal lengths (mean about 250) that fill every row exactly;
 with it they are the tokenised rows of the file. Weights are random for a named shape; ``--nf4`` has all arms load them

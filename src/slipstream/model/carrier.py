@@ -79,8 +79,9 @@ def _listen(base: Any, decoder: Any, mask: torch.Tensor) -> _Heard:
     ) -> tuple[torch.Tensor, None]:
         if segments is not None:
             heard.segments.add(id(module))
-        if attention_mask is not None and attention_mask.dtype == mask.dtype and torch.equal(attention_mask, mask):
-            heard.mask.add(id(module))
+        if attention_mask is not None and attention_mask.dtype == mask.dtype:
+            if torch.equal(attention_mask.to(mask.device), mask):  # a model over several devices moves it
+                heard.mask.add(id(module))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     AttentionInterface.register(PROBE, note)
