@@ -25,8 +25,9 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
         """Nothing is drawn before training begins."""
         self.console, self.log = console, log
         self._began = self._last_line = 0.0
-        self._evaluation = self._evaluated = 0.0
-        """Seconds of the last evaluation, and of all since training began."""
+        self.evaluation = 0.0
+        """Seconds of the last evaluation; a resumed run has them from its records."""
+        self._evaluated = 0.0
         columns = (
             TextColumn("training"),
             BarColumn(),
@@ -41,8 +42,8 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
         self._began = self._last_line = time.monotonic()
         self._evaluated = 0.0
         self._first_step = state.global_step
-        shown = {"total": state.max_steps, "completed": state.global_step, "status": "", "left": ""}
-        self._task = self._bar.add_task("training", **shown)  # type: ignore[arg-type]
+        made, steps = state.global_step, state.max_steps
+        self._task = self._bar.add_task("training", total=steps, completed=made, status="", left="")
         if self.console.is_terminal:
             self._bar.start()
 
@@ -58,15 +59,16 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Note how long it took, for those to come; one before training counts for that, too."""
-        self._evaluation = float(named["metrics"]["eval_runtime"])
-        self._evaluated += self._evaluation
+        self.evaluation = float(named["metrics"]["eval_runtime"])
+        self._evaluated += self.evaluation
 
     def _left(self, args: TrainingArguments, state: TrainerState, now: float) -> float:
         """Seconds until the end, as steps and evaluations have taken so far."""
         step = (now - self._began - self._evaluated) / (state.global_step - self._first_step)
         every = int(args.eval_steps) if args.eval_strategy == IntervalStrategy.STEPS else None
         evaluations = evaluations_left(state.global_step, state.max_steps, every)
-        return step * (state.max_steps - state.global_step) + self._evaluation * evaluations
+        left: float = step * (state.max_steps - state.global_step) + self.evaluation * evaluations
+        return left
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the finished bar on the screen."""
