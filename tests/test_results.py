@@ -356,17 +356,51 @@ def test_nothing_tuned_yet(kind: str, result: str, run: Path, merge: Command, tm
 def test_the_base_is_gone(run: Path, merge: Command, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "base")
     message = refused(merge(run, "--out", tmp_path / "out", "--dtype", "float32", "--json"))
-    assert f"the run's base model is not to be had (model: {tmp_path / 'base'} does not exist" in message
-    assert message.endswith("put it back, or merge in the folder that the run was started in")
+    told = f"the run's base model {tmp_path / 'base'} does not exist any more; put it back, or set a link to it there"
+    assert message == f"slipstream: {told}"
+    with pytest.raises(InputError, match=told):
+        answer_of(run)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 def test_a_full_run_needs_its_base_for_the_dtype_alone(tmp_path: Path, merge: Command) -> None:
     run, out = run_of(tmp_path, base_of(tmp_path / "base"), "adapter.kind=none"), tmp_path / "out"
     shutil.rmtree(tmp_path / "base")
-    assert refused(merge(run, "--out", out, "--json")).endswith("put it back, or give the merged model's --dtype")
+    assert refused(merge(run, "--out", out, "--json")).endswith(
+        "put it back, set a link to it there, or give the merged model's --dtype"
+    )
     assert merge(run, "--out", out, "--dtype", "float16")[0] == 0
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.float16
+
+
+def answer_of(run: Path) -> str:
+    quiet = Console(file=io.StringIO())
+    return results.generate(str(run), prompt="1 + 1", system=None, max_tokens=2, temperature=0.0, seed=0, console=quiet)
+
+
+@pytest.mark.parametrize("gguf", [False, True])
+def test_a_run_is_used_from_any_folder(
+    gguf: bool, tmp_path: Path, merge: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its records hold no path that is relative to where it was started."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    base = write_gguf(Path("tiny.gguf")) if gguf else base_of(Path("base"))
+    assert not base.is_absolute()
+    run_of(Path(), base, f"model={base}", "data.eval=rows.jsonl")
+    monkeypatch.chdir("elsewhere")
+    recipe = json.loads(Path("../run/run.json").read_text())["recipe"]
+    assert recipe["model"] == str(tmp_path / base)
+    assert recipe["data"]["train"] == recipe["data"]["eval"] == str(tmp_path / "rows.jsonl")
+    config = json.loads(Path("../run/adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / base)
+    assert isinstance(answer_of(Path("../run")), str)
+    code, _, err = merge("../run", "--out", "out", "--dtype", "float32")
+    assert code == 0, err
+    if not gguf:
+        expected = logits(PeftModel.from_pretrained(plain(tmp_path / base), "../run/adapter"))
+        torch.testing.assert_close(logits(plain(Path("out"))), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("other", [{"num_hidden_layers": 3}, {"hidden_size": 48}, {"num_hidden_layers": 1}])

@@ -5,6 +5,8 @@ finished run, the last checkpoint of one that isn't, and say so. The alternative
 from trying a long run half-way.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -72,7 +74,8 @@ def generate(
     source, _ = tuned_weights(folder, recipe, console)
     tokenizer = load_tokenizer(str(source), recipe.load)
     if _is_lora(recipe):
-        base = load_model(recipe.model, recipe.load, device=device)
+        with _base_told(recipe):
+            base = load_model(recipe.model, recipe.load, device=device)
         fit_vocabulary(base, tokenizer)
         model = load_adapter(base, source)
     else:
@@ -139,7 +142,8 @@ def _is_lora(recipe: Recipe) -> bool:
 def _merged(folder: RunFolder, recipe: Recipe, adapter: Path, tokenizer: Any, dtype: MergedDtype | None) -> Any:
     """The base with the adapter: added to as it is stored where that is the dtype asked for, else in float32."""
     record = folder.read_run()
-    stored = _base_dtype(recipe, record, remedy="put it back, or merge in the folder that the run was started in")
+    with _base_told(recipe):
+        stored = _base_dtype(recipe, record)
     wanted = dtype or stored
     base = _plain_base(recipe, record, wanted, stored)
     fit_vocabulary(base, tokenizer)
@@ -168,16 +172,30 @@ def _plain_base(recipe: Recipe, record: dict[str, Any], wanted: MergedDtype, sto
 
 def _converted(folder: RunFolder, recipe: Recipe, model: Path, _: Any, dtype: MergedDtype | None) -> Any:
     """The fully tuned model; its base is asked for nothing but its dtype."""
-    wanted = dtype or _base_dtype(recipe, folder.read_run(), remedy="put it back, or give the merged model's --dtype")
+    with _base_told(recipe, "give the merged model's --dtype"):
+        wanted = dtype or _base_dtype(recipe, folder.read_run())
     return load_model(str(model), replace(recipe.load, revision=None, dtype=wanted))
 
 
-def _base_dtype(recipe: Recipe, record: dict[str, Any], *, remedy: str) -> MergedDtype:
-    """The base checkpoint's dtype; the one it was trained in where the checkpoint names none (a GGUF file doesn't)."""
+@contextmanager
+def _base_told(recipe: Recipe, remedy: str = "") -> Iterator[None]:
+    """Say of a base model that can't be loaded that it is the run's, and what to do where it is not in its place."""
     try:
-        stored = stored_dtype(recipe.model, recipe.load)
+        yield
     except InputError as error:
-        raise InputError(f"the run's base model is not to be had ({error}); {remedy}") from error
+        base = Path(recipe.model)
+        if not base.is_absolute() or base.exists():
+            also = f"; or {remedy}" if remedy else ""
+            raise InputError(f"the run's base model is not to be had: {error}{also}") from error
+        remedies = ["put it back", "set a link to it there", *([remedy] if remedy else [])]
+        raise InputError(
+            f"the run's base model {base} does not exist any more; {', '.join(remedies[:-1])}, or {remedies[-1]}"
+        ) from error
+
+
+def _base_dtype(recipe: Recipe, record: dict[str, Any]) -> MergedDtype:
+    """The base checkpoint's dtype; the one it was trained in where the checkpoint names none (a GGUF file doesn't)."""
+    stored = stored_dtype(recipe.model, recipe.load)
     return cast(MergedDtype, stored) if stored else _trained_dtype(recipe, record)
 
 

@@ -1,24 +1,97 @@
-"""Whose a run's folder is; may a run go on, and from which checkpoint.
+"""Whose a run's folder is; may a run go on, from which checkpoint, and with which changes.
 
-A resumed run must end where an uninterrupted one would have: what it learns from, and who learns it, may not change on
-the way. Lengths, intervals and places may.
+A resumed run must end where an uninterrupted one would have: what it learns from, who learns it and how may not change
+on the way. What changes only speed, memory, records and places may, and it is said; so may what rounds otherwise, and
+that is said too. The length is the one exception: a longer run is what people want most often after looking at a
+finished one, so it is allowed, and its learning rates are told. The alternative, a schedule kept as it began, would
+train on at a rate of nothing.
+
+    1. same things   ``_refused``       every refused change in one message
+    2. same places   ``_in_same_places``  paths as recorded, wherever the command is called from
+    3. left to do    ``_left_to_do``    fewer steps than made: refused; as many and finished: complete
+    4. checkpoint    ``last_checkpoint``
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
+from slipstream.cost.tiles import tile_tokens
+from slipstream.data.rows import DataOptions
 from slipstream.errors import InputError
+from slipstream.prepare import planned_steps
 from slipstream.recipe import Recipe
-from slipstream.train.checkpoint import last_checkpoint
+from slipstream.recipe_paths import PATHS, absolute, is_there, paths, with_absolute_paths, with_values
+from slipstream.recipe_text import shown
+from slipstream.train.checkpoint import checkpoint_step, last_checkpoint
 from slipstream.train.ranks import Ranks
-from slipstream.train.records import RunFolder
+from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
 
-FREE_TO_CHANGE = {"output", "train.steps", "train.epochs", "train.eval_every", "train.save_every", "train.keep"}
-"""Recipe keys that may differ when a run is resumed. A changed length changes the learning rates from there on."""
+EXACT = frozenset(
+    {
+        "data.eval",
+        "data.stream",
+        "memory.activations",
+        "memory.buffers",
+        "memory.host_limit",
+        "train.eval_every",
+        "train.save_every",
+        "train.keep",
+        "train.trackers",
+    }
+)
+"""Keys that change no value that is learned; for ``memory.activations`` see ``_rounds``."""
+ROUNDING = frozenset({"memory.tiles", "train.mode"})
+"""Keys that compute the same in another order, so that results agree within rounding."""
+LENGTH = frozenset({"train.steps", "train.epochs"})
+
+
+@dataclass(frozen=True)
+class Change:
+    """A recipe's value that differs from when the run began."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_whole(self.before)} → {_whole(self.now)}"
+
+
+def _whole(value: Any) -> str:
+    """A value as the user would write it; long ones are cut, but for paths, which differ in their ends."""
+    return value if isinstance(value, str) and os.path.isabs(value) else shown(value)
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """How a run goes on."""
+
+    recipe: Recipe
+    """The recipe with paths that hold here."""
+    checkpoint: Path | None
+    """None: nothing is left to do."""
+    changes: tuple[Change, ...]
+    said: str
+    """What there is to say of the changes, or of a run that is complete; empty where there is nothing."""
+
+
+@dataclass(frozen=True)
+class TakenUp:
+    """What of a run's first part the training goes on with."""
+
+    step: int
+    """Steps made."""
+    last_eval: EvalRecord | None
+    """The last evaluation on these held-out rows."""
+    evals_since: int | None
+    """The step after which the held-out rows became others; None where they never did."""
 
 
 @contextmanager
@@ -32,29 +105,81 @@ def claimed(recipe: Recipe, ranks: Ranks, *, resume: bool) -> Iterator[RunFolder
         yield folder
 
 
-def checkpoint_to_resume(folder: RunFolder, recipe: Recipe, console: Console, *, processes: int = 1) -> Path:
-    """The checkpoint to go on from; ``InputError`` where the run can't go on as ``recipe`` and ``processes`` say."""
+def resumption(folder: RunFolder, recipe: Recipe, console: Console, *, processes: int = 1) -> Resumption:
+    """How the run goes on as ``recipe`` and ``processes`` say; ``InputError`` where it can't. Writes no record."""
     run = folder.read_run()
     _refuse_other_processes(folder, int(run.get("processes", 1)), processes)
-    before, now = _flat(run["recipe"]), _flat(recipe.to_dict())
-    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    refused = [key for key in changed if key not in FREE_TO_CHANGE]
+    before = _recorded(run["recipe"])
+    recipe = _in_same_places(recipe, before)
+    _refuse_missing_base(recipe)
+    changes = _changes(before, _flat(with_absolute_paths(recipe).to_dict()))
+    refused = [change for change in changes if not _is_free(change)]
     if refused:
-        key = refused[0]
-        raise InputError(
-            f"{key} was {before.get(key)!r} when the run in '{folder.path}' began and is {now.get(key)!r} now; "
-            f"a resumed run must learn from the same things: set it back, or start another run with another output"
-        )
-    if run.get("outcome") == "finished" and not {"train.steps", "train.epochs"}.intersection(changed):
-        raise InputError(
-            f"the run in '{folder.path}' is finished; nothing is left to do: raise train.steps or train.epochs to "
-            f"train on, or start another run with another output"
-        )
+        raise InputError(_refused(folder, refused))
+    train = run["packing"]["train"]
+    asked = planned_steps(recipe, train["rows"] if recipe.packing.enabled else train["documents"], processes)
+    if run.get("outcome") == "finished" and not _left_to_do(folder, recipe, asked, _last_step(folder), finished=True):
+        return Resumption(recipe, None, changes, _complete(folder, asked))
     folder.clean()
-    return last_checkpoint(folder.checkpoints, console.print)
+    checkpoint = last_checkpoint(folder.checkpoints, console.print)
+    made = checkpoint_step(checkpoint)
+    _left_to_do(folder, recipe, asked, made, finished=False)
+    return Resumption(recipe, checkpoint, changes, "; ".join(_told(changes, before, recipe, made, asked)))
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def take_up(
+    folder: RunFolder,
+    record: dict[str, Any],
+    resumed: Resumption,
+    checkpoint: Path,
+    step_log: StepLog,
+    eval_log: EvalLog,
+) -> TakenUp:
+    """Put what the run recorded until ``checkpoint`` into ``record``, its new ``run.json``, and drop what came later.
+
+    ``InputError``, with everything left as it is, where rows or model are others than when the run began.
+    """
+    step, before = checkpoint_step(checkpoint), folder.read_run()
+    _refuse_other_things(folder, before, record)
+    same_evals = before["rows"]["eval"] == record["rows"]["eval"]
+    record["started"] = before.get("started")
+    record["eval_before"] = before.get("eval_before") if same_evals else None
+    record["evals_since"] = before.get("evals_since") if same_evals else step
+    values = {change.key: [change.before, change.now] for change in resumed.changes}
+    record["changed"] = [*before.get("changed", []), *([{"step": step, "values": values}] if values else [])]
+    step_log.resume(step)
+    eval_log.resume(step)
+    if not same_evals:
+        _put_aside(folder.evals, step)
+    evals = read_records(folder.path).evals
+    return TakenUp(step, evals[-1] if evals else None, record["evals_since"])
+
+
+def _refuse_other_things(folder: RunFolder, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Paths and names may be the same and what they name another."""
+    remedy = "a resumed run must learn from the same things: bring {} back, or start another run with another output"
+    if before["rows"]["train"] != now["rows"]["train"]:
+        raise InputError(
+            f"data.train holds other rows than when the run in '{folder.path}' began; {remedy.format('the rows')}"
+        )
+    total, was = now["parameters"]["total"], before["parameters"]["total"]
+    if total != was:
+        raise InputError(
+            f"the model has {total:,} parameters, adapters included, and had {was:,} when the run in '{folder.path}' "
+            f"began; {remedy.format('it')}"
+        )
+
+
+def _put_aside(evals: Path, step: int) -> None:
+    """Keeps evaluations on other rows under another name: their losses don't compare with those to come."""
+    if evals.exists() and evals.stat().st_size:
+        evals.replace(evals.with_name(f"evals-until-step-{step}.jsonl"))
+
+
+# Which values may change
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and key != "fields":
@@ -62,6 +187,134 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def _recorded(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded recipe's values by key: defaults for those that came later, paths absolute."""
+    defaults = Recipe(model="", data=DataOptions(train=""), output="").to_dict()
+    values = _flat(defaults) | _flat(recipe)
+    return values | {key: absolute(values[key]) for key in PATHS if values[key] and is_there(values[key])}
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, ...]:
+    keys = sorted((before.keys() | now.keys()) - {"output"})  # the run's folder is the one that was found
+    return tuple(Change(key, before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key))
+
+
+def _is_free(change: Change) -> bool:
+    return change.key in EXACT | ROUNDING | LENGTH or _was_moved(change)
+
+
+def _was_moved(change: Change) -> bool:
+    """Whether a path is another because what it named is no longer there and the new one is; data is compared later."""
+    if change.key not in PATHS or change.before is None or change.now is None:
+        return False
+    return Path(change.before).is_absolute() and not is_there(change.before) and is_there(change.now)
+
+
+def _refused(folder: RunFolder, refused: list[Change]) -> str:
+    values = "1 value alters" if len(refused) == 1 else f"{len(refused)} values alter"
+    lines = [f"{values} what is learned, as they were when the run in '{folder.path}' began and are now:"]
+    lines += map(str, refused)
+    return "\n  ".join(lines) + (
+        "\na resumed run must learn the same things in the same way: set "
+        f"{'it' if len(refused) == 1 else 'them'} back, or start another run with another output"
+    )
+
+
+def _told(
+    changes: tuple[Change, ...], before: Mapping[str, Any], recipe: Recipe, made: int, asked: int
+) -> Iterator[str]:
+    """What there is to say of changes that are allowed."""
+    if changes:
+        yield f"changed since the run began: {', '.join(map(str, changes))}"
+    rounding = [change.key for change in changes if _rounds(change, before, recipe)]
+    if rounding:
+        yield f"with {' and '.join(rounding)} results agree within rounding, not bit for bit{_draws(rounding, recipe)}"
+    if any(change.key in LENGTH for change in changes):
+        yield _rates(recipe, made, asked)
+
+
+def _rounds(change: Change, before: Mapping[str, Any], recipe: Recipe) -> bool:
+    """Whether a change rounds otherwise. What becomes of activations does where their layers are compiled anew for it,
+    or where only recomputed layers have their MLPs in tiles; offloading changes no recompute.
+    """
+    if change.key != "memory.activations" or {change.before, change.now} <= {"recompute", "offload"}:
+        return change.key in ROUNDING
+    modes = {before["train.mode"], recipe.train.mode}
+    compiled = bool(modes & {"compiled", "captured"}) or ("auto" in modes and torch.cuda.is_available())
+    tokens = recipe.packing.tokens * recipe.packing.rows
+    tiled = [tile_tokens(asked, tokens, recomputed=True) for asked in (before["memory.tiles"], recipe.memory.tiles)]
+    return compiled or any(tiled)
+
+
+def _draws(rounding: list[str], recipe: Recipe) -> str:
+    return " (and adapter.dropout draws others)" if "train.mode" in rounding and recipe.adapter.dropout else ""
+
+
+def _rates(recipe: Recipe, made: int, asked: int) -> str:
+    train = recipe.train
+    if train.schedule == "constant" and (train.warmup == 0 or train.warmup >= 1):
+        return f"the result is that of a run of {asked:,} steps from the start, for the learning rate is constant"
+    return (
+        f"from step {made + 1:,} on the learning rate follows the {train.schedule} schedule of {asked:,} steps, so the "
+        f"result is not that of a run of {asked:,} steps from the start"
+    )
+
+
+# Where things are
+
+
+def _in_same_places(recipe: Recipe, before: Mapping[str, Any]) -> Recipe:
+    """The recipe with recorded paths in place of relative ones that name nothing here: the ends of those recorded."""
+    recorded = {
+        key: before[key]
+        for key, value in paths(recipe).items()
+        if not is_there(value) and before[key] is not None and _ends(before[key], value)
+    }
+    return with_values(recipe, recorded)
+
+
+def _refuse_missing_base(recipe: Recipe) -> None:
+    if os.path.isabs(recipe.model) and not is_there(recipe.model):
+        raise InputError(
+            f"model: the run's base model {recipe.model} does not exist any more; put it back, or give its new place "
+            "(--set model=...)"
+        )
+
+
+def _ends(recorded: str, relative: str) -> bool:
+    """Whether a recorded path is absolute and ends with ``relative``, its leading ``..`` aside."""
+    parts = [part for part in os.path.normpath(relative).split(os.sep) if part != os.pardir]
+    return os.path.isabs(recorded) and recorded.split(os.sep)[-len(parts) :] == parts
+
+
+# What is left to do
+
+
+def _last_step(folder: RunFolder) -> int:
+    steps = read_records(folder.path).steps
+    return steps[-1].step if steps else 0
+
+
+def _left_to_do(folder: RunFolder, recipe: Recipe, asked: int, made: int, *, finished: bool) -> bool:
+    """Whether steps are left; ``InputError`` where fewer are asked for than made."""
+    if asked >= made:
+        return asked > made
+    train = recipe.train
+    what = f"train.steps: {asked:,}" if train.steps else f"train.epochs: {train.epochs:g}, which is {asked:,} steps,"
+    enough = f"more than {made:,} to train on" if finished else f"at least {made:,}"
+    raise InputError(
+        f"{what} < the {made:,} steps that the run in '{folder.path}' has made; ask for {enough}, or start another run "
+        "with another output"
+    )
+
+
+def _complete(folder: RunFolder, steps: int) -> str:
+    return (
+        f"the run in '{folder.path}' is complete: its {steps:,} steps are made, nothing is left to do and nothing was "
+        "changed; raise train.steps or train.epochs to train on"
+    )
 
 
 def _refuse_other_processes(folder: RunFolder, before: int, now: int) -> None:

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,9 @@ from transformers import PrinterCallback, set_seed
 
 from slipstream.cost.hardware import compute_dtype, describe
 from slipstream.data.learn import use_template
-from slipstream.data.packing import PackingReport
 from slipstream.data.preview import preview
 from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator, PaddedCollator
-from slipstream.errors import InputError
 from slipstream.model.load import check_context, load_tokenizer
 from slipstream.places import keep_compiled_code
 from slipstream.plan.facts import Target, this_machine
@@ -46,16 +44,16 @@ from slipstream.prepare import (
 )
 from slipstream.recipe import Recipe
 from slipstream.report.html import write_report
-from slipstream.resume import checkpoint_to_resume, claimed
+from slipstream.resume import Resumption, TakenUp, claimed, resumption, take_up
 from slipstream.run_json import describe_run, model_card, now
 from slipstream.step.choice import check_mode
+from slipstream.summary import RunSummary, complete_run, summary_of, told
 from slipstream.train.arguments import KeepBest, training_arguments
-from slipstream.train.checkpoint import checkpoint_step
 from slipstream.train.divergence import StopOnDivergence
 from slipstream.train.interrupt import StopRequest
 from slipstream.train.optimizers import choose_optimizer
 from slipstream.train.options import check_schedule
-from slipstream.train.progress import ProgressBar, clock
+from slipstream.train.progress import ProgressBar
 from slipstream.train.ranks import Ranks
 from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
 from slipstream.train.run_folder import discard, full_disk_told, publish, staging_for
@@ -65,31 +63,6 @@ from slipstream.train.timeline import StepTimeline
 from slipstream.train.trackers import tracker_callbacks
 from slipstream.train.trainer import Trainer
 from slipstream.transform import Options, applied, apply, restore, tell_later_decisions
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """How a run went."""
-
-    run_folder: Path
-    interrupted: bool
-    steps: int
-    seconds: float
-    """Wall-clock time of the training loop, evaluations included."""
-    tokens_per_second: float
-    """Document tokens, padding not counted, over all recorded steps but the first."""
-    packing: PackingReport
-    eval_before: float | None
-    """Loss for each learned token on the held-out rows, in nats, before the first step."""
-    eval_after: float | None
-    loss_first: float | None
-    """Training loss of the first recorded step, and of the last, for each learned token, in nats."""
-    loss_last: float | None
-    report: Path
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {**asdict(self), "run_folder": str(self.run_folder), "report": str(self.report)}
 
 
 def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
@@ -109,13 +82,17 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
         same = "start all processes with the same recipe, --set and --resume"
         ranks.agree("the recipe", repr((recipe, resume)), same)
         with claimed(recipe, ranks, resume=resume) as folder:
-            checkpoint = None
+            resumed = None
             if resume:
-                find = partial(checkpoint_to_resume, folder, recipe, console, processes=ranks.count)
-                checkpoint = ranks.shared(find)
+                resumed = ranks.shared(partial(resumption, folder, recipe, console, processes=ranks.count))
+                recipe = resumed.recipe
+                if resumed.said:
+                    console.print(resumed.said)
+                if resumed.checkpoint is None:
+                    return complete_run(folder)
             with StopRequest.termination_interrupts():
                 training, autocast = _prepared(recipe, folder, console, ranks)
-            return training.run(checkpoint, autocast)
+            return training.run(resumed, autocast)
 
 
 def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks) -> tuple["_Training", torch.dtype]:
@@ -192,17 +169,21 @@ class _Training:
         self.first_step = 0
         self.complete = False
         self.stop, self.divergence = StopRequest(ranks), StopOnDivergence(self.step_log, ranks)
+        self.keep_best, self.progress = KeepBest(), ProgressBar(console, self.step_log)
 
-    def run(self, checkpoint: Path | None, autocast: torch.dtype) -> RunSummary:
+    def run(self, resumed: Resumption | None, autocast: torch.dtype) -> RunSummary:
         """Train to the end or to the first signal, and leave everything in the run folder."""
         tell_later_decisions(self.model, self._decided)
         trainer = self._trainer(autocast)
         loss, about = trainer.batch_loss, (trainer.ranks_decision(), trainer.sharding_decision)
         for decision in filter(None, (loss.decision, loss.balance_decision, *about)):
             self._decided(decision)
-        if checkpoint is not None:
-            before = checkpoint
-            self.last_eval_step = self.ranks.shared(lambda: self._go_on(before))
+        checkpoint = None if resumed is None else resumed.checkpoint
+        if resumed is not None and checkpoint is not None:
+            taken = self.ranks.shared(partial(self._go_on, resumed, checkpoint))
+            self.first_step, self.keep_best.since = taken.step, taken.evals_since
+            if taken.last_eval is not None:
+                self.last_eval_step, self.progress.evaluation = taken.last_eval.step, taken.last_eval.seconds
         if self.ranks.count > 1:
             set_seed((self.recipe.train.seed + self.ranks.index) % 2**32)  # dropout of their own; a checkpoint keeps it
         self._write_run()
@@ -257,10 +238,14 @@ class _Training:
             on_eval=self._record_eval,
             mode=recipe.train.mode,
             on_decision=self._decided,
-            callbacks=[KeepBest(), self.stop, *([StepTimeline(self.folder.path)] if torch.cuda.is_available() else [])],
+            callbacks=[
+                self.keep_best,
+                self.stop,
+                *([StepTimeline(self.folder.path)] if torch.cuda.is_available() else []),
+            ],
         )
         trackers = tracker_callbacks(recipe.train, self.folder.path)
-        for watcher in (ProgressBar(self.console, self.step_log), self.divergence, *trackers):  # after the records
+        for watcher in (self.progress, self.divergence, *trackers):  # after the records
             trainer.add_callback(watcher)
         trainer.remove_callback(PrinterCallback)
         return trainer
@@ -269,21 +254,10 @@ class _Training:
         if self.ranks.first:
             self.folder.write_run(self.record)
 
-    def _go_on(self, checkpoint: Path) -> int | None:
-        """Take up the records of the run's first part; gives the step of the last evaluation."""
-        step = self.first_step = checkpoint_step(checkpoint)
-        before = self.folder.read_run()
-        for key in ("started", "eval_before"):
-            self.record[key] = before.get(key)
-        if before.get("rows", self.record["rows"]) != self.record["rows"]:
-            raise InputError(
-                f"data.train or data.eval holds other rows than when the run in '{self.folder.path}' began; a resumed "
-                f"run must learn from the same things: bring the rows back, or start another run with another output"
-            )
-        self.step_log.resume(step)
-        self.eval_log.resume(step)
-        self.console.print(f"going on from step {step:,} ({checkpoint})")
-        return max((record.step for record in read_records(self.folder.path).evals), default=None)
+    def _go_on(self, resumed: Resumption, checkpoint: Path) -> TakenUp:
+        taken = take_up(self.folder, self.record, resumed, checkpoint, self.step_log, self.eval_log)
+        self.console.print(f"going on from step {taken.step:,} ({checkpoint})")
+        return taken
 
     def _evaluate(self, trainer: Trainer, when: str) -> float:
         loss = float(trainer.evaluate()["eval_loss"])
@@ -330,30 +304,18 @@ class _Training:
 
     def _finish(self, trainer: Trainer, seconds: float) -> RunSummary:
         records = read_records(self.folder.path)
-        interrupted = self.record["outcome"] == "interrupted"
         evals = [evaluation for evaluation in records.evals if evaluation.step]
         if evals:
             self.record["eval_after"] = evals[-1].loss
             best = min(evals, key=lambda evaluation: math.inf if math.isnan(evaluation.loss) else evaluation.loss)
             self.record["best"] = {"step": best.step, "loss": best.loss}
         self.folder.write_run(self.record)
-        report = write_report(self.folder.path)
-        steady = records.steps[1:] or records.steps
-        speed = sum(step.tokens for step in steady) / max(sum(step.seconds for step in steady), 1e-9)
-        summary = RunSummary(
-            run_folder=self.folder.path,
-            interrupted=interrupted,
-            steps=trainer.state.global_step,
-            seconds=seconds,
-            tokens_per_second=speed,
-            packing=self.train_rows.report,
-            eval_before=self.record.get("eval_before"),
-            eval_after=self.record.get("eval_after"),
-            loss_first=records.steps[0].loss if records.steps else None,
-            loss_last=records.steps[-1].loss if records.steps else None,
-            report=report,
+        write_report(self.folder.path)
+        summary = summary_of(
+            self.folder, replace(records, run=self.record), steps=trainer.state.global_step, seconds=seconds
         )
-        self._print(summary)
+        for line in told(summary, self.first_step):
+            self.console.print(line)
         return summary
 
     def _save_result(self) -> None:
@@ -372,19 +334,6 @@ class _Training:
         self.tokenizer.save_pretrained(staged)
         publish(target)
         self.console.print(f"{'adapter' if lora else 'model'} saved in {target}")
-
-    def _print(self, summary: RunSummary) -> None:
-        say = self.console.print
-        done = summary.steps - self.first_step
-        steps = "1 step" if done == 1 else f"{done:,} steps"
-        since = f" (from step {self.first_step + 1:,})" if self.first_step else ""
-        speed = f"{summary.tokens_per_second:,.0f} tokens/s after the first"
-        say(f"{steps}{since} in {clock(summary.seconds)}, {speed}")
-        if summary.loss_last is not None:
-            say(f"training loss {summary.loss_first:.4f} at the first step, {summary.loss_last:.4f} at the last")
-        say(f"report: {summary.report}")
-        if summary.interrupted:
-            say(f"interrupted and saved after step {summary.steps:,}; go on with the same command and --resume")
 
 
 # ------------------------------------------------------------------------------------------------ other commands

@@ -14,6 +14,7 @@ from slipstream.decision import Decision
 from slipstream.model.lora import trainable_summary
 from slipstream.prepare import Rows
 from slipstream.recipe import Recipe
+from slipstream.recipe_paths import with_absolute_paths
 from slipstream.versions import SLIPSTREAM, library_versions
 
 
@@ -34,7 +35,7 @@ def describe_run(
         "started": now(),
         "finished": None,
         "outcome": "running",
-        "recipe": recipe.to_dict(),
+        "recipe": with_absolute_paths(recipe).to_dict(),
         "versions": {"python": platform.python_version(), **library_versions()},
         "device": asdict(describe(device)),
         "decisions": [asdict(decision) for decision in decided],

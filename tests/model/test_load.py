@@ -72,7 +72,7 @@ def test_new_tokens_become_one_token_each(folder: Path) -> None:
     assert len(after) == len(before) + 1  # the other was there
     assert after.encode("<think>") == [len(before)]
     assert len(before.encode("<think>")) > 1
-    with pytest.raises(InputError, match=r"load\.new_tokens: a token of blanks alone; name"):
+    with pytest.raises(InputError, match=r"load\.new_tokens: item 1 of 1 is ' ', nothing but blanks; name"):
         load_tokenizer(str(folder), LoadOptions(new_tokens=[" "]))
 
 

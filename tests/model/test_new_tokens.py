@@ -10,9 +10,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from packed import assert_close_gradients, gradients
+from slipstream.errors import InputError
 from slipstream.model.lora import AdapterOptions, add_adapter
 from slipstream.model.merge import merge_adapter
-from slipstream.model.new_tokens import fit_vocabulary, new_token_ids, trainable_rows
+from slipstream.model.new_tokens import check_named, fit_vocabulary, new_token_ids, trainable_rows
 from tiny import tiny_model, tiny_tokenizer
 
 VOCABULARY = 277
@@ -82,6 +83,17 @@ def test_rows_are_never_taken_away() -> None:
     before = model.get_input_embeddings().weight
     fit_vocabulary(model, tokenizer)
     assert model.get_input_embeddings().weight is before
+
+
+def test_what_is_wrong_with_named_tokens_is_told_with_value_and_place() -> None:
+    with pytest.raises(InputError) as caught:
+        check_named(["<a>", " \t", "<b>", "<a>", "", "<a>"])
+    assert str(caught.value) == (
+        "load.new_tokens: item 2 of 6 is ' \\t', nothing but blanks; name tokens such as <think>; "
+        "item 5 of 6 is '', nothing but blanks; name tokens such as <think>; "
+        "'<a>' is named 3 times (items 1, 4 and 6); name it once"
+    )
+    check_named(ADDED)
 
 
 def test_tokens_without_a_row_are_new_though_nobody_named_them() -> None:

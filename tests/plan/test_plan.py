@@ -315,9 +315,9 @@ def test_a_model_that_can_not_be_divided_is_refused(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("tokens", "told"),
     [
-        ("['']", "a token of blanks alone"),
-        ("['<a>', ' ']", "a token of blanks alone"),
-        ("['<a>', '<b>', '<a>']", "'<a>' is named more than once"),
+        ("['']", "item 1 of 1 is '', nothing but blanks"),
+        ("['<a>', ' ']", "item 2 of 2 is ' ', nothing but blanks"),
+        ("['<a>', '<b>', '<a>']", r"'<a>' is named 2 times \(items 1 and 3\)"),
         ("[7]", "load.new_tokens"),
         ("<a>", "load.new_tokens"),
     ],

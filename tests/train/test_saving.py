@@ -1,6 +1,7 @@
 """Checkpoints of ``slipstream.Trainer`` in a user's own script, and going on from them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from packed import model_of
 from slipstream import Trainer, apply
 from slipstream.train.checkpoint import MANIFEST, checkpoint_step, damage, is_whole, last_checkpoint
+from slipstream.train.records import StepLog
 from training import packed_rows, trainer_of, weights
 
 
@@ -66,6 +68,27 @@ def test_a_resumed_run_has_the_intervals_it_is_given(tmp_path: Path) -> None:
     saving(tmp_path, max_steps=2).train()
     saving(tmp_path, save_steps=3).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert steps(tmp_path) == [2, 3, 6]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant_with_warmup"])
+def test_a_run_made_longer_has_its_new_lengths_rates_from_the_next_step_on(tmp_path: Path, schedule: str) -> None:
+    """A checkpoint at the end of a falling schedule holds a rate of 0 for the next step."""
+
+    def rates(steps: int, checkpoint: str | None = None) -> dict[int, float]:
+        log = StepLog(None)
+        trainer = saving(tmp_path, max_steps=steps, lr_scheduler_type=schedule, step_log=log)
+        seen: dict[int, float] = {}
+        log.on_record = lambda record: seen.update({record.step: record.learning_rate})
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return seen
+
+    rates(4)
+    found = rates(8, str(tmp_path / "checkpoint-4"))
+    shutil.rmtree(tmp_path)
+    expected = rates(8)
+    assert sorted(found) == [5, 6, 7, 8]
+    assert found == {step: expected[step] for step in found}
+    assert found[5] > 0
 
 
 def test_resumed_after_its_last_step_a_run_adds_none(tmp_path: Path) -> None:

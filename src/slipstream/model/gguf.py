@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import InputError
+from slipstream.permissions import as_umask_says
 from slipstream.places import cache_folder
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def _once(target: Path, write: Callable[[Path], None]) -> Path:
         built = Path(scratch) / target.name
         built.mkdir()
         write(built)
+        as_umask_says(built)
         _publish(built, target)
     return target
 

@@ -11,6 +11,7 @@ random numbers and a warning: a training run would start from noise.) A GGUF fil
 transformers and torch are imported where they are used: a recipe is checked without waiting for them.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -210,20 +211,15 @@ def _arguments(options: LoadOptions) -> dict[str, Any]:
 
 
 def _locate(model: str) -> _Source:
-    """Tell a folder, a GGUF file and a hub id apart."""
+    """Tell a folder, a GGUF file and a hub id apart. Paths become absolute: an adapter names its base by them."""
     path = Path(model).expanduser()
     if path.is_dir():
-        return _Source(str(path), local=True)
+        return _Source(os.path.abspath(path), local=True)
     if path.is_file():
-        return _Source(_as_path(model), local=True, file=gguf.open_gguf(path))
+        return _Source(os.path.abspath(path), local=True, file=gguf.open_gguf(path))
     if _looks_local(model):
         raise InputError(f"model: {model} does not exist; {KINDS}")
     return _Source(model, local=False)
-
-
-def _as_path(model: str) -> str:
-    """A file's name as the user wrote it, made a path where it could be taken for a hub id (peft would ask the hub)."""
-    return model if model.startswith((".", "/", "~")) else f"./{model}"
 
 
 def _looks_local(model: str) -> bool:

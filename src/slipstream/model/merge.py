@@ -26,6 +26,7 @@ from slipstream.errors import InputError
 from slipstream.model.gguf import NO_SPACE
 from slipstream.model.lora import load_adapter
 from slipstream.model.quantize import parameter_count
+from slipstream.permissions import as_umask_says
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -67,6 +68,7 @@ def written_whole(target: Path) -> Iterator[Path]:
         built = Path(name) / target.name
         built.mkdir()
         yield built
+        as_umask_says(built)
         built.rename(target)
 
 

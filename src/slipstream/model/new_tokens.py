@@ -34,11 +34,24 @@ MULTIPLE = 8
 
 def check_named(tokens: Sequence[str]) -> None:
     """Raises ``InputError`` for ``load.new_tokens`` that are blank, or named more than once."""
-    if any(not token.strip() for token in tokens):
-        raise InputError("load.new_tokens: a token of blanks alone; name tokens such as <think>")
-    twice = [token for token, times in Counter(tokens).items() if times > 1]
-    if twice:
-        raise InputError(f"load.new_tokens: {', '.join(map(repr, twice))} is named more than once; name each once")
+    problems = [
+        f"item {place} of {len(tokens)} is {token!r}, nothing but blanks; name tokens such as <think>"
+        for place, token in enumerate(tokens, start=1)
+        if not token.strip()
+    ]
+    problems += [
+        f"{token!r} is named {times} times (items {_items(tokens, token)}); name it once"
+        for token, times in Counter(tokens).items()
+        if times > 1 and token.strip()
+    ]
+    if problems:
+        raise InputError(f"load.new_tokens: {'; '.join(problems)}")
+
+
+def _items(tokens: Sequence[str], wanted: str) -> str:
+    """The places of a token in the list, counted from 1."""
+    *first, last = [str(place) for place, token in enumerate(tokens, start=1) if token == wanted]
+    return f"{', '.join(first)} and {last}"
 
 
 def new_token_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", named: Sequence[str]) -> list[int]:

@@ -54,6 +54,15 @@ def training_arguments(
 class KeepBest(TrainerCallback):  # type: ignore[misc]
     """Saves a checkpoint whenever an evaluation beats all before it; transformers then keeps that one besides."""
 
+    def __init__(self) -> None:
+        """``since``: the step after which held-out rows were changed, so that no earlier evaluation compares."""
+        self.since: int | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Forgets a best that was found on other rows."""
+        if self.since is not None and (state.best_global_step or 0) <= self.since:
+            state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> TrainerControl:

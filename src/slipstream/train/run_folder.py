@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from slipstream.errors import InputError
+from slipstream.permissions import as_umask_says
 
 FORMAT = 1
 """Version of the run folder's format, ``run.json``'s ``format``."""
@@ -213,6 +214,7 @@ def publish(target: Path) -> None:
     ``RunFolder.clean`` takes it back.
     """
     staged = target.parent / SAVING / target.name
+    as_umask_says(staged)
     for entry in staged.rglob("*"):
         _sync(entry)
     _sync(staged)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from slipstream.data.even import EvenOrder, EvenRows
 from slipstream.decision import Decision
@@ -147,12 +148,32 @@ class SeveralRanksTrainer(transformers.Trainer):  # type: ignore[misc]
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not self.sharded or checkpoint is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
             return
-        state = self._on_first(Path(checkpoint) / OPTIMIZER)
-        load_optimizer(self.model, self._plain_optimizer(), state)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+        if self.sharded:
+            state = self._on_first(Path(checkpoint) / OPTIMIZER)
+            load_optimizer(self.model, self._plain_optimizer(), state)
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        self._rates_of_this_length()
+
+    def _rates_of_this_length(self) -> None:
+        """The next step's learning rates by the schedule of this run's length, the same where that is unchanged.
+
+        A checkpoint holds those of the length that it was saved under: at the end of a decaying schedule, zero.
+        """
+        schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)  # accelerate wraps it
+        if not isinstance(schedule, LambdaLR):
+            return
+        for group, base, share in zip(
+            self._plain_optimizer().param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+        ):
+            rate = base * share(schedule.last_epoch)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         plain = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
