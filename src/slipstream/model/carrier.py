@@ -60,6 +60,11 @@ def attention_modules(decoder: nn.Module) -> dict[int, str]:
     return {id(m): name for name, m in decoder.named_modules() if type(m).__name__.endswith("Attention")}
 
 
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both hold the same, on whichever devices: a model over several devices moves what it is given."""
+    return one.dtype == other.dtype and torch.equal(one.to(other.device), other)
+
+
 def _windows(config: Any) -> bool:
     kinds = set(getattr(config, "layer_types", None) or ())
     return bool(kinds - {"full_attention"}) or getattr(config, "sliding_window", None) is not None
@@ -79,9 +84,8 @@ def _listen(base: Any, decoder: Any, mask: torch.Tensor) -> _Heard:
     ) -> tuple[torch.Tensor, None]:
         if segments is not None:
             heard.segments.add(id(module))
-        if attention_mask is not None and attention_mask.dtype == mask.dtype:
-            if torch.equal(attention_mask.to(mask.device), mask):  # a model over several devices moves it
-                heard.mask.add(id(module))
+        if attention_mask is not None and _same(attention_mask, mask):
+            heard.mask.add(id(module))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     AttentionInterface.register(PROBE, note)
