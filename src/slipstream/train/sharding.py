@@ -64,7 +64,9 @@ def shard(model: nn.Module, compute_dtype: torch.dtype | None) -> Decision:
     Raises ``InputError`` for a model that can't be divided.
     """
     layers, base, ranks = layers_to_divide(model), base_model(model), dist.get_world_size()
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # Inputs are not cast: what a layer is given holds `Segments`, which must stay the one object that keeps its bounds,
+    # and autocast casts at each product as on one device.
+    policy = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     device = next(base.parameters()).device.type
     how: dict[str, Any] = {"mesh": init_device_mesh(device, (ranks,)), "mp_policy": policy}
     for layer in layers:
