@@ -172,6 +172,9 @@ def main(folder: Path) -> None:
     run("exchanged alone", 1, train__accumulate=4)
     divided = {"train__sharding": "fsdp2"}
     run("divided", 2, **dropout, **divided)
+    half = dict.fromkeys(range(2), lambda: setattr(slipstream.run, "compute_dtype", lambda _: "bfloat16"))
+    run("divided half", 2, arms=half, train__epochs=1, **divided)
+    run("alone half", 1, arms=half, train__epochs=1, train__accumulate=2)
     full = {"adapter": {"kind": "none"}, "train__learning_rate": 0.001}
     run("full", 2, arms={0: at_call(Trainer, "training_step", 12, die)}, train__accumulate=2, **full, **divided)
     run("full", 2, resume=True, train__accumulate=2, **full, **divided)

@@ -133,6 +133,15 @@ def test_divided_weights_learn_the_same(ranked: Path) -> None:
     assert_near(weights(ranked, "divided"), weights(ranked, "never"), 1e-6)
 
 
+def test_divided_weights_in_half_precision(ranked: Path) -> None:
+    """A copied `Segments` would have no bounds made: FSDP's casting of inputs copies what it finds."""
+    run, alone = (read_records(ranked / "runs" / name) for name in ("divided half", "alone half"))
+    assert any("gathered in bfloat16" in decision["reason"] for decision in run.run["decisions"])
+    assert [step.learned_tokens for step in run.steps] == [step.learned_tokens for step in alone.steps]
+    assert [step.loss for step in run.steps] == pytest.approx([step.loss for step in alone.steps], rel=2e-3)
+    assert run.steps[-1].loss < run.steps[0].loss
+
+
 def test_divided_weights_are_trained_whole(ranked: Path) -> None:
     """All weights, gradients kept back over two batches a step; killed in the second epoch, and resumed."""
     before, after = told(ranked, "full")
