@@ -403,7 +403,9 @@ def test_tiles_are_planned_as_training_has_them(tmp_path: Path) -> None:
         on, reason = decisions(plan(recipe_of(tmp_path, QWEN3_06B, *long, without))[0])["tiled mlp"]
         assert (on, reason.startswith(why)) == (False, True)
     assert "tiled mlp" not in decisions(plan(recipe_of(tmp_path, tmp_path / "model"))[0])
-    document, _, _ = plan(recipe_of(tmp_path, tmp_path / "model", "memory.tiles=64", dropout, "adapter.targets=[q_proj]"))
+    document, _, _ = plan(
+        recipe_of(tmp_path, tmp_path / "model", "memory.tiles=64", dropout, "adapter.targets=[q_proj]")
+    )
     assert decisions(document)["tiled mlp"][0]  # no dropout inside the MLP
 
 
