@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields
+from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, get_type_hints
@@ -69,7 +70,7 @@ def table(cls: type, items: Sequence["Field[Any]"], prefix: str) -> str:
 def meanings(cls: type) -> Iterator[tuple[str, str]]:
     """Each field's name and the docstring below it, on one line and in Markdown."""
     (body,) = (node.body for node in ast.parse(dedent(inspect.getsource(cls))).body if isinstance(node, ast.ClassDef))
-    for before, after in zip(body, body[1:], strict=False):
+    for before, after in pairwise(body):
         told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
         if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name) and isinstance(told, str):
             yield before.target.id, " ".join(told.split()).replace("``", "`")

@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,13 @@ KEYS = [item.name for item in fields(Recipe) if item.name not in SECTIONS] + [
 
 
 @pytest.fixture(scope="module")
-def generator() -> Iterator[Any]:
+def generator() -> Any:
     spec = importlib.util.spec_from_file_location("recipe_page", ROOT / "docs" / "recipe.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    yield module
+    return module
 
 
 def rows_of(text: str) -> dict[str, list[str]]:

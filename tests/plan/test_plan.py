@@ -424,7 +424,7 @@ def test_positions_that_the_host_scales_are_not_captured(tmp_path: Path) -> None
     scaled = {**QWEN3_06B, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
     document, _, _ = plan(recipe_of(tmp_path, scaled))
     assert document["choices"]["mode"] == "compiled"
-    with pytest.raises(InputError, match="train.mode captured: rotary positions are scaled by each document's length"):
+    with pytest.raises(InputError, match=r"train.mode captured: rotary positions are scaled by each document's length"):
         plan(recipe_of(tmp_path, tmp_path / "model", "train.mode=captured"))
     assert plan(recipe_of(tmp_path, QWEN3_06B))[0]["choices"]["mode"] == "captured"
 

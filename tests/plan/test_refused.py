@@ -5,7 +5,6 @@ message: both ask the same functions.
 import io
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +66,13 @@ ACCEPTED: list[tuple[str, list[str]]] = [
 
 
 @pytest.fixture(autouse=True)
-def _machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One without a card and optional packages, whose ceilings need not be measured."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.setattr(facts, "ceilings", lambda device, driver: RATES)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("slipstream.train.options.find_spec", lambda _: None)
-    yield
 
 
 def recipe_file(tmp_path: Path, family: str) -> Path:

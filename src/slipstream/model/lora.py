@@ -250,8 +250,8 @@ def _taken_for_experts(model: "PreTrainedModel", names: list[str]) -> list[str]:
 
 
 def check_adapter(model: "PreTrainedModel", options: AdapterOptions, new_tokens: Sequence[int] = ()) -> None:
-    """Raises ``InputError`` for a target or a ``modules_to_save`` that matches nothing, for ``experts`` or ``router`` on
-    a model without them, and for a target whose rows of ``new_tokens`` are trained; weights may be meta tensors.
+    """Raises ``InputError`` for a target or a ``modules_to_save`` that matches nothing, ``experts`` or ``router`` on a
+    model without them, and for a target whose rows of ``new_tokens`` are trained; weights may be meta tensors.
     """
     _check_saved(model, options.modules_to_save)
     _routed_targets(model, options)
