@@ -43,7 +43,7 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("llama", ["adapter.modules_to_save=[heed]"], "adapter.modules_to_save: 'heed' matches no module"),
     ("llama", ["load.new_tokens=[<a>]", "adapter.targets=[embed_tokens]"], "adapter.targets: 'embed_tokens' has its"),
     ("llama", ["load.new_tokens=[<a>]", "adapter.targets=[lm_head]"], "adapter.targets: 'lm_head' has its new"),
-    ("llama", ["load.new_tokens=[<a>, <a>]"], "load.new_tokens: '<a>' is named more than once"),
+    ("llama", ["load.new_tokens=[<a>, <a>]"], "load.new_tokens: '<a>' is named 2 times"),
     ("llama", ["load.quantize=nf4"], "load.quantize: nf4 needs a CUDA card"),
     ("llama", ["train.optimizer=adamw8bit"], "train.optimizer: adamw8bit needs bitsandbytes"),
     ("llama", ["train.trackers=[wandb]"], "train.trackers: wandb is not installed"),
