@@ -120,8 +120,16 @@ def show(recipe: Recipe, summary: RunSummary, said: Answers, console: Console) -
         "your own model\nand your own data",
         f"two lines of {RECIPE.relative_to(ROOT)}:\n  model: Qwen/Qwen3-0.6B\n  data: {{train: my_rows.jsonl}}",
     )
-    table.add_row("more", f"slipstream generate {recipe.output} --prompt '...', and {summary.report}")
+    table.add_row("more", f"{command()} generate {recipe.output} --prompt '...', and {summary.report}")
     console.print(table, markup=False)
+
+
+def command() -> str:
+    """How ``slipstream`` is called here: the script beside this Python, which need not be on the path."""
+    script = Path(sys.executable).with_name("slipstream")
+    if not script.is_file():
+        return f"{sys.executable} -m slipstream"
+    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,19 @@ def test_the_model_is_found_without_importing_its_package(
         demo.model_in_wheel()
 
 
+def test_it_says_how_slipstream_is_called_where_no_path_leads(
+    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    assert demo.command() == f"{sys.executable} -m slipstream"
+    script = tmp_path / ".venv" / "bin" / "slipstream"
+    script.parent.mkdir(parents=True)
+    script.write_text("")
+    assert demo.command() == str(script)
+    monkeypatch.chdir(tmp_path)
+    assert demo.command() == ".venv/bin/slipstream"
+
+
 def test_the_demo_from_rows_to_printout(
     demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +116,7 @@ def test_the_demo_from_rows_to_printout(
     assert "tokens/s, packed" in shown
     assert "times what packed rows hold" in " ".join(shown.split())
     assert "model: Qwen/Qwen3-0.6B" in shown
+    assert f"{demo.command()} generate runs/demo" in " ".join(shown.split())
     records = [json.loads(line) for line in Path("runs/demo/evals.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [0, 2]
     assert f"{records[0]['loss']:.3f} before, {records[1]['loss']:.3f} after" in " ".join(shown.split())

@@ -10,10 +10,13 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slipstream.data.formats import recognise
+from slipstream.data.rows import DataOptions, RawRow
 from slipstream.recipe import load_recipe
 from slipstream.run import train
 from tiny import tiny_model, tiny_tokenizer
 
+FORMATS = ["messages", "prompt-completion", "instruction", "text"]
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 
 
@@ -28,6 +31,16 @@ def test_a_recipe_parses_and_tells_its_launch_command(path: Path) -> None:
     header = path.read_text(encoding="utf-8").split("\n\n")[0]
     assert all(line.startswith("#") for line in header.splitlines())
     assert f"slipstream train recipes/{path.name}" in header
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_says_what_rows_it_needs(path: Path) -> None:
+    header = path.read_text(encoding="utf-8").split("\n\n")[0]
+    examples = [json.loads(line[1:]) for line in header.splitlines() if line.startswith("#     {")]
+    formats = [recognise(RawRow(1, None, row), DataOptions(train="")) for row in examples]
+    assert formats == (["prompt-completion"] if path.stem == "demo" else FORMATS)
+    file = load_recipe(path).data.train
+    assert file in header or (path.stem == "demo" and "demo/demo.py makes the rows" in header)
 
 
 @pytest.fixture

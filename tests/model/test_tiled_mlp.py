@@ -222,7 +222,7 @@ def test_auto_tiles_long_rows_of_recomputed_layers_and_says_so() -> None:
     assert [one.on for one in decisions(model) if one.name == "tiled mlp"] == [False]
 
 
-@pytest.mark.parametrize(("family", "why"), [("mixtral", "forward of its own"), ("gpt_oss", "forward of its own")])
+@pytest.mark.parametrize(("family", "why"), [("mixtral", "to experts"), ("gpt_oss", "to experts")])
 def test_mixtures_are_left_whole(family: str, why: str) -> None:
     model = model_of(family)
     with pytest.raises(InputError, match=why):

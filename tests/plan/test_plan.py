@@ -399,7 +399,39 @@ def test_tiles_are_planned_as_training_has_them(tmp_path: Path) -> None:
         assert (on, reason) == (True, f"the MLPs of {layers} layers run 64 tokens at a time")
     long = ["packing.tokens=65536", recompute]
     assert "8,192 tokens" in decisions(plan(recipe_of(tmp_path, QWEN3_06B, *long))[0])["tiled mlp"][1]
-    for without in ("memory.tiles=none", dropout):
-        assert "tiled mlp" not in decisions(plan(recipe_of(tmp_path, QWEN3_06B, *long, without))[0])
-    with pytest.raises(InputError, match=r"memory.tiles: 64 can't be had with adapter.dropout: 0.1, .*dropout: 0"):
-        plan(recipe_of(tmp_path, QWEN3_06B, "memory.tiles=64", dropout))
+    for without, why in (("memory.tiles=none", "asked for: tiles none"), (dropout, "Qwen3MLP has dropout, which")):
+        on, reason = decisions(plan(recipe_of(tmp_path, QWEN3_06B, *long, without))[0])["tiled mlp"]
+        assert (on, reason.startswith(why)) == (False, True)
+    assert "tiled mlp" not in decisions(plan(recipe_of(tmp_path, tmp_path / "model"))[0])
+    document, _, _ = plan(
+        recipe_of(tmp_path, tmp_path / "model", "memory.tiles=64", dropout, "adapter.targets=[q_proj]")
+    )
+    assert decisions(document)["tiled mlp"][0]  # no dropout inside the MLP
+
+
+def test_what_tiles_cost_and_save(tmp_path: Path) -> None:
+    gains = {}
+    for activations in ("keep", "recompute"):
+        asked = ("packing.tokens=65536", "memory.tiles=8192", f"memory.activations={activations}")
+        document, _, _ = plan(recipe_of(tmp_path, QWEN3_06B, *asked))
+        (gains[activations],) = [gain for gain in document["gains"] if gain["name"] == "tiled mlp"]
+    assert all(gain["on"] and gain["bytes"] > 0 for gain in gains.values())
+    assert gains["keep"]["seconds"] < 0  # MLPs are computed twice
+    assert 2 * abs(gains["recompute"]["seconds"]) < abs(gains["keep"]["seconds"])  # kernels alone, one a tile
+
+
+def test_positions_that_the_host_scales_are_not_captured(tmp_path: Path) -> None:
+    scaled = {**QWEN3_06B, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+    document, _, _ = plan(recipe_of(tmp_path, scaled))
+    assert document["choices"]["mode"] == "compiled"
+    with pytest.raises(InputError, match=r"train.mode captured: rotary positions are scaled by each document's length"):
+        plan(recipe_of(tmp_path, tmp_path / "model", "train.mode=captured"))
+    assert plan(recipe_of(tmp_path, QWEN3_06B))[0]["choices"]["mode"] == "captured"
+
+
+def test_a_remedy_that_is_refused_is_none(tmp_path: Path) -> None:
+    """Offloading into less host memory than one input takes ends the search for other remedies no more."""
+    asked = ("packing.tokens=16384", "memory.host_limit=0.01")
+    document, fits, _ = plan(recipe_of(tmp_path, QWEN3_14B, *asked), "rtx-3060-laptop")
+    assert not fits
+    assert not any("offload" in remedy["changes"].values() for remedy in document["remedies"])

@@ -2,7 +2,8 @@
 
 A matrix product of T tokens with N weights takes 2·N·T. The backward takes as much again for the gradient of its input
 and, where the weights are trained, once more for theirs (Kaplan et al. 2020, section 2.1). With frozen weights a step
-is thus 4·N·T, and 6·N·T where layers are computed twice.
+is thus 4·N·T, and 6·N·T where layers are computed twice. An MLP in tiles runs forward once more where its layer is
+kept (``tiles.py``): another 2·N·T of its weights.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.cost.job import Job
+from slipstream.cost.shape import Matrix
 
 ATTENTION_BACKWARD = 2.5
 """Backward over forward of attention: five matrix products against two (Dao 2023, FlashAttention-2, section 4.1)."""
@@ -44,14 +46,33 @@ def flops(job: Job) -> Flops:
     """The operations of one batch of ``job``, by part."""
     shape, tokens = job.shape, job.tokens
     passes = job.passes + (2 if job.full else 1)
+    again = job.tiling.again / shape.depth
     head = (2 if job.head_once or not job.chunked_loss else 3) + job.full
     return Flops(
-        dense=2.0 * shape.dense * tokens * passes,
+        dense=2.0 * tokens * (shape.dense * passes + sum(m.parameters for m in mlp_matrices(job)) * again),
         experts=2.0 * shape.active_experts * tokens * passes,
         head=2.0 * shape.head * tokens * head,
         attention=attention_forward(job) * (job.passes + ATTENTION_BACKWARD),
-        adapters=2.0 * _adapter_weights(job) * tokens * (job.passes + 2),
+        adapters=2.0 * tokens * (_adapter_weights(job) * (job.passes + 2) + _low_rank(job, mlp_adapters(job)) * again),
     )
+
+
+def mlp_matrices(job: Job) -> list[Matrix]:
+    """The matrices of all dense MLPs."""
+    return [matrix for layer in job.shape.layers for matrix in layer.mlp]
+
+
+def mlp_adapters(job: Job) -> list[tuple[int, int]]:
+    """Inputs and outputs of the adapters inside MLPs: those with the MLP's width on one side, or twice that where gate
+    and up are one matrix, and not of the size of one in the attention.
+    """
+    others = {(m.inputs, m.outputs) for layer in job.shape.layers for m in layer.matrices if m not in layer.mlp}
+    widths = {job.shape.inner, 2 * job.shape.inner} - {0}
+    return [size for size in job.adapted if widths.intersection(size) and size not in others]
+
+
+def _low_rank(job: Job, sizes: Sequence[tuple[int, int]]) -> float:
+    return job.rank * sum(inputs + outputs for inputs, outputs in sizes)
 
 
 def _adapter_weights(job: Job) -> float:
@@ -62,7 +83,7 @@ def _adapter_weights(job: Job) -> float:
         for layer in shape.layers
         if layer.experts and job.adapted_experts
     )
-    return job.rank * (sum(inputs + outputs for inputs, outputs in job.adapted) + routed)
+    return _low_rank(job, job.adapted) + job.rank * routed
 
 
 def attention_forward(job: Job) -> float:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from slipstream.cost.offload import Split
 from slipstream.cost.shape import ModelShape
-from slipstream.cost.tiles import TilesChoice, tile_tokens
+from slipstream.cost.tiles import TilesChoice, Tiling, tile_tokens
 
 BYTES: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element by dtype."""
@@ -93,7 +93,9 @@ class Job:
 
     @property
     def tile(self) -> int | None:
-        """Tokens of a tile in which dense MLPs run; None where they run on the whole row."""
+        """Tokens of a tile in which MLPs run; None where they run on the whole row, as those of mixtures do."""
+        if self.shape.routed:
+            return None
         size = tile_tokens(self.tiles, self.tokens, recomputed=self.layers.kept < self.layers.layers)
         return None if size is None or size >= self.tokens else size
 
@@ -101,6 +103,20 @@ class Job:
     def passes(self) -> float:
         """Forward passes of a layer in one step, on average: one, and one more where activations aren't kept."""
         return 2 - self.layers.kept / self.shape.depth
+
+    @property
+    def tiling(self) -> Tiling:
+        """How often MLPs in tiles run."""
+        counts, size = self.layers, self.tile
+        if size is None:
+            return Tiling()
+        kept, again = counts.kept if self.tiles != "auto" else 0, counts.layers - counts.kept
+        return Tiling(
+            tiles=-(-self.tokens // size),
+            layers=kept + again,
+            forwards=kept + 2 * again,
+            again=kept + (again if self.shape.norm_behind else 0),
+        )
 
     @property
     def head_once(self) -> bool:

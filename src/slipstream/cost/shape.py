@@ -31,8 +31,13 @@ PLAIN_MLP = frozenset(
 """Families whose MLP has two matrices instead of a gate, an up and a down projection."""
 FOUR_NORMS = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"})
 """Families with a norm after each block besides the one before it."""
+NORM_BEHIND = FOUR_NORMS | {"olmo2", "olmo3"}
+"""Families with a norm behind the MLP, whose backward needs the MLP's output."""
 HEAD_NORMS = frozenset({"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2", "olmo3", "olmoe"})
 """Families that normalise queries and keys."""
+
+MLP = frozenset({"gate_proj", "up_proj", "down_proj", "fc1", "fc2"})
+"""An MLP's matrices, by their names here."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,11 @@ class Layer:
     experts: Experts | None
 
     @property
+    def mlp(self) -> tuple[Matrix, ...]:
+        """The matrices of its dense MLP; of a mixture's layer, those of shared experts."""
+        return tuple(matrix for matrix in self.matrices if matrix.name in MLP)
+
+    @property
     def parameters(self) -> int:
         """Weights of all its matrices."""
         return sum(matrix.parameters for matrix in self.matrices) + (self.experts.parameters if self.experts else 0)
@@ -115,6 +125,8 @@ class ModelShape:
     """All weights; biases are left out."""
     softcapped: bool = False
     """Whether the logits have a soft cap."""
+    norm_behind: bool = False
+    """Whether a norm reads what the MLP gives."""
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
@@ -144,6 +156,7 @@ class ModelShape:
             + sum(layer.parameters + norms * hidden for layer in layers)
             + hidden,
             softcapped=bool(read.get("final_logit_softcapping")),
+            norm_behind=kind in NORM_BEHIND,
         )
 
     @property

@@ -13,12 +13,13 @@ few steps and extrapolating, needs the weights loaded.
 h hidden, q query, k key, i MLP width; bytes a token and layer unless said otherwise.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from slipstream.cost.ceilings import Ceilings
-from slipstream.cost.flops import ATTENTION_BACKWARD, attention_forward, flops
+from slipstream.cost.flops import ATTENTION_BACKWARD, attention_forward, flops, mlp_adapters, mlp_matrices
 from slipstream.cost.job import Job
 from slipstream.cost.memory import input_bytes, optimizer_bytes
 from slipstream.cost.metadata import build_seconds, dynamic_queries
@@ -145,9 +146,29 @@ def attention_seconds(job: Job, rates: Ceilings, *, cpu: bool = False) -> float:
 
 
 def elementwise_bytes(job: Job) -> float:
-    """Bytes that memory-bound kernels of all layers move in one batch: forward passes, and the backward at twice."""
+    """Bytes that memory-bound kernels of all layers move in one batch: forward passes, and the backward at twice; of
+    MLPs in tiles, one forward more in each layer that runs one (``tiles.py``).
+    """
     each = sum(_eager_bytes(job, layer) if not job.fused else _fused_bytes(job, layer) for layer in job.shape.layers)
-    return each * job.itemsize / 2 * job.tokens * (job.passes + 2)
+    again = _mlp_bytes(job) * job.tiling.again
+    return (each * (job.passes + 2) + again) * job.itemsize / 2 * job.tokens
+
+
+def _mlp_bytes(job: Job) -> float:
+    """The part of an average layer's forward that is its MLP: activation and adapters, and each tile's output put in
+    its place (4 h).
+    """
+    shape = job.shape
+    inner = sum(_mlp_width(layer) for layer in shape.layers) / shape.depth
+    return (6 if job.fused else 10) * inner + _adapter_bytes(job, mlp_adapters(job)) + 4 * shape.hidden
+
+
+def _adapter_bytes(job: Job, sizes: Sequence[tuple[int, int]]) -> float:
+    """What adapters of these inputs and outputs move in one forward, an average layer's share: ``_eager_bytes``."""
+    own = job.compute == "float32" or not job.half_adapters
+    read = 2 if job.fused or not own or job.compute == "float32" else 14
+    added = (4 if job.half_adapters else 8) if job.fused else (10 if own else 4)
+    return sum(read * inputs + added * outputs for inputs, outputs in sizes) / job.shape.depth
 
 
 def _eager_bytes(job: Job, layer: Layer) -> float:
@@ -158,10 +179,7 @@ def _eager_bytes(job: Job, layer: Layer) -> float:
     shape, inner = job.shape, _mlp_width(layer)
     norms = 36 * (shape.norms * shape.hidden + (shape.query + shape.key if shape.head_norms else 0))
     rotary = 20 * (shape.query + shape.key)
-    own = job.compute == "float32" or not job.half_adapters
-    casts = 2 + (12 if own and job.compute != "float32" else 0)
-    inputs, outputs = _adapted_widths(job)
-    adapters = casts * inputs + (10 if own else 4) * outputs
+    adapters = _adapter_bytes(job, job.adapted)
     return norms + rotary + 12 * shape.hidden + 10 * inner + adapters + _routed_width(layer)
 
 
@@ -170,10 +188,9 @@ def _fused_bytes(job: Job, layer: Layer) -> float:
     together (4), the gated activation (6); an adapter's input (2) and its sum (4, of peft's own 8).
     """
     shape, inner = job.shape, _mlp_width(layer)
-    inputs, outputs = _adapted_widths(job)
     stream = 8 * shape.norms * shape.hidden
-    added = (4 if job.half_adapters else 8) * outputs
-    return stream + 4 * (shape.query + shape.key) + 6 * inner + 2 * inputs + added + _routed_width(layer)
+    adapters = _adapter_bytes(job, job.adapted)
+    return stream + 4 * (shape.query + shape.key) + 6 * inner + adapters + _routed_width(layer)
 
 
 def _mlp_width(layer: Layer) -> int:
@@ -186,15 +203,14 @@ def _routed_width(layer: Layer) -> float:
     return experts.chosen * (12 * experts.hidden + 10 * experts.inner) if experts else 0.0
 
 
-def _adapted_widths(job: Job) -> tuple[float, float]:
-    """Inputs and outputs of a layer's adapters, on average over layers."""
-    depth = job.shape.depth
-    return sum(a for a, _ in job.adapted) / depth, sum(b for _, b in job.adapted) / depth
-
-
 def unpack_bytes(job: Job) -> float:
-    """Bytes that NF4 moves: half a byte read and two written for each weight, in every pass and the backward."""
-    return (job.passes + 1) * 2.5 * job.shape.dense if job.nf4 else 0.0
+    """Bytes that NF4 moves: half a byte read and two written for each weight, in every pass and the backward; of MLPs
+    in tiles, once a tile.
+    """
+    if not job.nf4:
+        return 0.0
+    tiled = sum(m.parameters for m in mlp_matrices(job)) / job.shape.depth * job.tiling.extra(1)
+    return 2.5 * ((job.passes + 1) * job.shape.dense + tiled)
 
 
 def update_bytes(job: Job) -> float:
@@ -227,8 +243,25 @@ def layer_backward_seconds(job: Job, rates: Ceilings, *, cpu: bool = False) -> f
 
 
 def layer_launches(job: Job) -> float:
-    """Kernels of all layers in one batch: forward passes, and the backward at twice a forward."""
-    return sum(_launches(job, layer) for layer in job.shape.layers) * (job.passes + 2)
+    """Kernels of all layers in one batch: forward passes, and the backward at twice a forward; MLPs in tiles launch
+    theirs for each.
+    """
+    whole = sum(_launches(job, layer) for layer in job.shape.layers) * (job.passes + 2)
+    return whole + _mlp_launches(job) * job.tiling.extra(2)
+
+
+def _mlp_launches(job: Job) -> float:
+    """Those of an average layer's MLP: its matrices and adapters, the activation (two, or one where fused), and a
+    tile's copy.
+    """
+    depth = job.shape.depth
+    matrices, adapters = len(mlp_matrices(job)) / depth, len(mlp_adapters(job)) / depth
+    return matrices + _adapter_launches(job) * adapters + (2 if job.fused else 3)
+
+
+def _adapter_launches(job: Job) -> int:
+    own = job.compute == "float32" or not job.half_adapters
+    return 2 if job.fused else 5 if own and job.compute != "float32" else 3
 
 
 def _launches(job: Job, layer: Layer) -> float:
@@ -240,11 +273,9 @@ def _launches(job: Job, layer: Layer) -> float:
     matrices, adapters = len(layer.matrices), len(job.adapted) / shape.depth
     experts = (30 if job.experts == "grouped" else 10 * layer.experts.count) if layer.experts else 0
     if job.fused:
-        return matrices + 2 * adapters + 7 + experts / 2
+        return matrices + _adapter_launches(job) * adapters + 7 + experts / 2
     norms = 7 * (shape.norms + (2 if shape.head_norms else 0))
-    own = job.compute == "float32" or not job.half_adapters
-    each = 5 if own and job.compute != "float32" else 3
-    return norms + 10 + matrices + each * adapters + 7 + experts
+    return norms + 10 + matrices + _adapter_launches(job) * adapters + 7 + experts
 
 
 def _queries(job: Job) -> int:

@@ -55,7 +55,7 @@ class PackingOptions:
     rows: Annotated[int, Gt(0)] = 1
     """Packed rows in one batch; they lie end to end, so a batch has ``tokens * rows`` tokens."""
     window: Annotated[int, Gt(0)] | None = None
-    """Pack only among this many consecutive documents, which bounds memory for sets of many millions; none packs the
+    """Pack only among this many consecutive documents, which bounds memory for sets of many millions; null packs the
     whole set, and fills rows best."""
 
 

@@ -38,7 +38,7 @@ class DataOptions:
     train: str
     """A local JSONL, JSON, Parquet or CSV file, a folder of them, or a hub data set (``name``, ``name:split``)."""
     eval: str | None = None
-    """Held-out rows, in the same forms; none means no evaluation."""
+    """Held-out rows, in the same forms; null evaluates nothing."""
     format: Literal["auto", "text", "prompt-completion", "instruction", "messages", "conversations"] = "auto"
     """The shape of a row; ``auto`` recognises it by its fields."""
     fields: dict[str, str] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class DataOptions:
     chat_template: str | None = None
     """A Jinja template (inline, or a path to one) in place of the tokenizer's; ``none`` renders pairs as plain text."""
     max_length: Annotated[int, Gt(1)] | None = None
-    """The most tokens a document may have; none means ``packing.tokens``."""
+    """The most tokens a document may have; null: as many as ``packing.tokens``."""
     overlong: Literal["error", "truncate", "drop", "split"] = "error"
     """What becomes of a document longer than ``max_length``."""
     bad_rows: Literal["error", "skip"] = "error"

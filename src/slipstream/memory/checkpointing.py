@@ -94,8 +94,7 @@ def set_checkpointing(
     modules = [m for m in base.modules() if hasattr(m, "gradient_checkpointing")]
     before = _own_switches(modules)
     if split is not None and split.kept < split.layers:
-        if not modules:
-            raise InputError(f"{type(base).__name__} has no layers that can be recomputed; set activations: keep")
+        check_recomputes(base)
         _recompute(base, split, offload, context_fn)
     elif split is not None and checkpoints(base):
         for module in modules:
@@ -103,6 +102,12 @@ def set_checkpointing(
     made = Checkpointing(before, _own_switches(modules), decide, offload)
     made.hooks.append(base.get_decoder().register_forward_pre_hook(made.hold_to_it, prepend=True))
     return made
+
+
+def check_recomputes(base: nn.Module) -> None:
+    """Raises ``InputError`` for a model whose layers have no switch; weights may be meta tensors."""
+    if not any(hasattr(module, "gradient_checkpointing") for module in base.modules()):
+        raise InputError(f"{type(base).__name__} has no layers that can be recomputed; set activations: keep")
 
 
 def restore_checkpointing(made: Checkpointing) -> None:

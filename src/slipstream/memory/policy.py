@@ -51,7 +51,8 @@ class MemoryOptions:
     host_limit: Annotated[float, Gt(0)] | None = None
     """GiB of host memory that offloaded activations may take; without it, 80% of what is free."""
     tiles: TilesChoice = "auto"
-    """``auto``, ``none``, or tokens: how much of a row an MLP computes at a time, where layers are recomputed."""
+    """Tokens of a batch that an MLP computes at a time: a number in all layers (of those that are kept, MLPs are then
+    computed twice), ``auto`` 8,192 in recomputed layers of batches beyond 32,768, ``none`` all."""
 
 
 @dataclass(frozen=True)

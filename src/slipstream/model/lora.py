@@ -101,14 +101,13 @@ def add_adapter(
 
     ``new_tokens``: tokens whose rows of embedding and head are trained as well (see ``model/new_tokens.py``).
     The same seed gives the same adapters whatever was drawn before, and the random generators are left as they were.
-    Raises ``InputError`` for a target or a ``modules_to_save`` that matches nothing, and for ``experts`` or ``router``
-    on a model without them.
+    Raises ``InputError`` as ``check_adapter`` does.
     """
     import torch
     from peft import LoraConfig, TaskType, get_peft_model
 
     assert options.kind == "lora"
-    _check_saved(model, options.modules_to_save)
+    check_adapter(model, options, new_tokens)
     routed_modules, routed_parameters = _routed_targets(model, options)
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
@@ -250,12 +249,19 @@ def _taken_for_experts(model: "PreTrainedModel", names: list[str]) -> list[str]:
     return [name for name in names if name not in config.target_modules]
 
 
-def check_adapter(model: "PreTrainedModel", options: AdapterOptions) -> None:
-    """Raises ``InputError`` for adapters on experts or routers, and for modules to be trained whole, that the model has
-    not; weights may be meta tensors.
+def check_adapter(model: "PreTrainedModel", options: AdapterOptions, new_tokens: Sequence[int] = ()) -> None:
+    """Raises ``InputError`` for a target or a ``modules_to_save`` that matches nothing, ``experts`` or ``router`` on a
+    model without them, and for a target whose rows of ``new_tokens`` are trained; weights may be meta tensors.
     """
     _check_saved(model, options.modules_to_save)
     _routed_targets(model, options)
+    rows = trainable_rows(model, new_tokens, options.modules_to_save) or {}
+    both = [name for name in resolve_targets(model, options) if name in rows]
+    if both:
+        raise InputError(
+            f"adapter.targets: {_leaf(both[0])!r} has its new tokens' rows trained, and takes no adapter beside them; "
+            f"leave it out, or train it whole: adapter.modules_to_save: [{_leaf(both[0])}]"
+        )
 
 
 def _routed_targets(model: "PreTrainedModel", options: AdapterOptions) -> tuple[list[str], list[str]]:

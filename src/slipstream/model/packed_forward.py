@@ -98,6 +98,7 @@ class PackedForward:
         """The dense mask where it is the carrier, in the dtype that attention will compute in; else a placeholder."""
         if self.carrier != "mask":
             return mask_placeholder(segments.device)
+        segments.readers.add(id(decoder))  # which hands the mask on, as was found out in apply
         kind = segments.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else decoder.dtype
         return segments.mask(dtype)

@@ -28,7 +28,7 @@ def by_document(decoder: nn.Module, current: Callable[[], Segments | None]) -> l
 
     ``current`` gives the segments of the forward at hand, or None for an unpacked one, which stays the model's own.
     """
-    found = [module for module in decoder.modules() if _scales_by_length(module)]
+    found = scaled_by_length(decoder)
     for module in found:
         vars(module)["forward"] = _DocumentRotary(module, current)
     return found
@@ -38,6 +38,11 @@ def by_row(modules: list[nn.Module]) -> None:
     """Put the modules' own forward back."""
     for module in modules:
         vars(module).pop("forward", None)
+
+
+def scaled_by_length(decoder: nn.Module) -> list[nn.Module]:
+    """The modules whose rotary positions depend on a document's length; weights may be meta tensors."""
+    return [module for module in decoder.modules() if _scales_by_length(module)]
 
 
 def _scales_by_length(module: Any) -> bool:

@@ -18,7 +18,8 @@ but the last twice over in the layer's recompute.
 T: tokens; H: hidden width.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from slipstream.cost.tiles import TilesChoice, tile_tokens
 from slipstream.decision import Decision
 from slipstream.errors import InputError
+from slipstream.model.experts_choice import find_experts
 from slipstream.model.half_adapters import HALVES
 
 TILED = "_slipstream_tiled"
@@ -224,9 +226,8 @@ def tile_mlps(
     if size is None:
         return [], None
     where = recomputed if asked == "auto" else layers
-    obstacle = _obstacle(base, where)
-    if obstacle is not None and asked != "auto":
-        raise InputError(f"memory.tiles: {asked}: {obstacle}; set memory.tiles to auto or none")
+    obstacle = tile_obstacle(where) or _weights_obstacle(base, where)
+    check_tiles(asked, obstacle)
     if obstacle is not None:
         return [], Decision("tiled mlp", False, obstacle)
     reason = f"the MLPs of {len(where)} layers run {size:,} tokens at a time, so that only a tile's activations exist"
@@ -234,18 +235,41 @@ def tile_mlps(
     return [TiledMLP(mlp, size) for mlp in mlps], Decision("tiled mlp", True, reason)
 
 
-def _obstacle(base: Any, layers: Sequence[Any]) -> str | None:
-    """Why these layers' MLPs can't run in tiles."""
+def check_tiles(asked: TilesChoice, obstacle: str | None) -> None:
+    """Raises ``InputError`` where a tile was asked for by its size and there is an ``obstacle``."""
+    if obstacle is not None and asked not in ("auto", "none"):
+        raise InputError(f"memory.tiles: {asked}: {obstacle}; set memory.tiles to auto or none")
+
+
+def tile_obstacle(layers: Sequence[Any], drawing: Collection[nn.Module] = ()) -> str | None:
+    """Why these layers' MLPs can't run in tiles, as far as it can be told without weights (they may be meta tensors).
+
+    ``drawing``: modules that will get dropout in front of them, with an adapter.
+    """
     if not layers:
         return "the model's layers can't be told apart"
     mlps: list[Any] = [getattr(layer, "mlp", None) for layer in layers]
     if not all(isinstance(mlp, nn.Module) for mlp in mlps):
         return f"{type(layers[0]).__name__} has no module called mlp"
-    if taken := [mlp for mlp in mlps if "forward" in vars(mlp)]:
-        return f"{type(taken[0]).__name__} has a forward of its own on the instance (a mixture's experts have)"
-    if drawing := [mlp for mlp in mlps if _draws(mlp)]:
-        return f"{type(drawing[0]).__name__} has dropout, which another pass through a tile would draw anew"
-    kinds = {type(mlp): mlp for mlp in mlps}
+    found = ((mlp, _mlp_obstacle(mlp, drawing)) for mlp in mlps)
+    return next((f"{type(mlp).__name__} {why}" for mlp, why in found if why is not None), None)
+
+
+def _mlp_obstacle(mlp: nn.Module, drawing: Collection[nn.Module]) -> str | None:
+    if find_experts(mlp):
+        return "sends tokens to experts, whose products are over all tokens at once"
+    if "forward" in vars(mlp):
+        return "has a forward of its own on the instance"
+    if _draws(mlp) or any(module in drawing for module in mlp.modules()):
+        return "has dropout, which another pass through a tile would draw anew"
+    given = list(inspect.signature(type(mlp).forward).parameters.values())[1:]
+    needed = [one.name for one in given if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    return f"takes more than hidden states ({', '.join(needed)})" if len(needed) > 1 else None
+
+
+def _weights_obstacle(base: Any, layers: Sequence[Any]) -> str | None:
+    """What running one MLP of each class shows against tiles."""
+    kinds = {type(layer.mlp): layer.mlp for layer in layers}
     return next((why for mlp in kinds.values() if (why := _differs(base, mlp)) is not None), None)
 
 

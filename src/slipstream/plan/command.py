@@ -5,11 +5,14 @@ from typing import Any
 
 from rich.console import Console
 
+from slipstream.data.learn import use_template
 from slipstream.decision import Decision
 from slipstream.model.load import load_tokenizer
 from slipstream.model.lora import check_adapter
+from slipstream.model.new_tokens import new_token_ids
 from slipstream.model.quantize import check_card
-from slipstream.plan.facts import Facts, Target, facts, skeleton, target
+from slipstream.model.tiled_mlp import check_tiles
+from slipstream.plan.facts import Facts, Target, facts, skeleton, target, untiled
 from slipstream.plan.prediction import Gain, Prediction, choices, gains, predict
 from slipstream.plan.search import Remedy, remedies
 from slipstream.plan.table import show
@@ -28,10 +31,11 @@ def plan(recipe: Recipe, *, device: str | None, console: Console) -> tuple[dict[
     aim = target(device)
     _check_device(recipe, aim)
     model = skeleton(recipe)
-    _check_model(recipe, model)
     tokenizer = load_tokenizer(recipe.model, recipe.load)
+    _check_model(recipe, model, tokenizer)
     train = tokenised_set(recipe, recipe.data.train, tokenizer, console)
     held_out = tokenised_set(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
+    use_template(tokenizer, recipe.data.chat_template)
     found = facts(recipe, model, train, held_out)
     told = new_tokens_decision(recipe)
     prediction = _with(predict(recipe, found, aim), () if told is None else (told,))
@@ -50,10 +54,12 @@ def _check_device(recipe: Recipe, aim: Target) -> None:
     check_card(recipe.load.quantize, has_card=aim.device.kind == "cuda")
 
 
-def _check_model(recipe: Recipe, model: Any) -> None:
+def _check_model(recipe: Recipe, model: Any, tokenizer: Any) -> None:
     """What training would refuse of this model, asked of the functions that training asks."""
     check_packing(recipe, model)
-    check_adapter(model, recipe.adapter)
+    if recipe.adapter.kind == "lora":
+        check_adapter(model, recipe.adapter, new_token_ids(model, tokenizer, recipe.load.new_tokens))
+    check_tiles(recipe.memory.tiles, untiled(recipe.adapter, model))
     if recipe.train.sharding != "none":
         from slipstream.train.sharding import layers_to_divide  # brings FSDP2, which other plans need not wait for
 

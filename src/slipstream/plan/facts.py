@@ -24,8 +24,10 @@ from slipstream.data.tokens import TokenisedSet
 from slipstream.device.ceilings import ceilings
 from slipstream.device.driver import driver_version
 from slipstream.errors import InputError
+from slipstream.memory.checkpointing import checkpoint_layers
 from slipstream.model.load import load_config
 from slipstream.model.lora import AdapterOptions, resolve_targets
+from slipstream.model.tiled_mlp import tile_obstacle
 from slipstream.recipe import Recipe
 
 Lengths = npt.NDArray[np.int64]
@@ -62,6 +64,8 @@ class Facts:
     account: dict[str, Any]
     packings: dict[tuple[Any, ...], tuple[PackingReport, Lengths]] = field(default_factory=dict, repr=False)
     """What packing made of the lengths, by what it was asked: ``packing_of`` keeps it for other predictions."""
+    untiled: str | None = None
+    """Why MLPs can't run in tiles, or None."""
 
 
 def target(name: str | None) -> Target:
@@ -126,7 +130,15 @@ def facts(recipe: Recipe, model: Any, train: TokenisedSet, held_out: TokenisedSe
         lengths=train.lengths,
         eval_lengths=None if held_out is None else held_out.lengths,
         account=train.account.as_json(),
+        untiled=untiled(recipe.adapter, model),
     )
+
+
+def untiled(options: AdapterOptions, model: Any) -> str | None:
+    """Why a model's MLPs can't run in tiles with this adapter, or None."""
+    drops = options.kind == "lora" and options.dropout > 0
+    drawing = [model.get_submodule(name) for name in resolve_targets(model, options)] if drops else []
+    return tile_obstacle(checkpoint_layers(model), drawing)
 
 
 def adapted_sizes(options: AdapterOptions, model: Any) -> tuple[tuple[int, int], ...]:

@@ -27,15 +27,16 @@ from slipstream.cost.memory import (
 )
 from slipstream.cost.offload import Split
 from slipstream.cost.step import Times, boundary_seconds, step_times
-from slipstream.cost.tiles import TilesChoice
+from slipstream.cost.tiles import TilesChoice, tile_tokens
 from slipstream.data.packing import PackingReport, pack
 from slipstream.decision import Decision
-from slipstream.errors import InputError
+from slipstream.memory.checkpointing import check_recomputes
 from slipstream.memory.offload import buffer_count
 from slipstream.memory.policy import Situation, choose_activations
 from slipstream.model.attention import Needs, choose_attention
 from slipstream.model.experts_choice import choose_experts
 from slipstream.model.load import check_context
+from slipstream.model.rotary import scaled_by_length
 from slipstream.plan.facts import Facts, Lengths, Target
 from slipstream.prepare import planned_steps, trained_in_place
 from slipstream.recipe import Recipe
@@ -187,13 +188,15 @@ def job_of(
         experts=experts,
         optimizer=recipe.train.optimizer,
         accumulate=recipe.train.accumulate,
-        tiles=_tiles(recipe),
+        tiles="none" if found.untiled else recipe.memory.tiles,
     )
     mode, stepping = _mode(recipe, found, target, job, attention)
     job = replace(job, mode=mode)
     split, kept = _activations(recipe, job, target)
+    if split is not None and split.kept < split.layers:
+        check_recomputes(found.model)
     job = replace(job, split=taken.split or split, buffers=buffer_count(recipe.memory.buffers))
-    tiling = [] if job.tile is None or found.shape.routed else [tiled_decision(job, job.tile)]
+    tiling = _tiling(recipe.memory.tiles, found, job)
     return job, tuple(_decisions(recipe, found, target, [attending, *kept, *tiling, stepping, *routing]))
 
 
@@ -203,17 +206,14 @@ def tiled_decision(job: Job, tile: int) -> Decision:
     return Decision("tiled mlp", True, f"the MLPs of {count} layers run {tile:,} tokens at a time")
 
 
-def _tiles(recipe: Recipe) -> TilesChoice:
-    """The rule for tiles as training will have it: another pass through a tile would draw dropout anew."""
-    asked = recipe.memory.tiles
-    if recipe.adapter.kind == "none" or not recipe.adapter.dropout:
-        return asked
-    if isinstance(asked, int):
-        raise InputError(
-            f"memory.tiles: {asked} can't be had with adapter.dropout: {recipe.adapter.dropout:g}, which another pass "
-            f"through a tile would draw anew; set adapter.dropout: 0, or memory.tiles: auto or none"
-        )
-    return "none"
+def _tiling(asked: TilesChoice, found: Facts, job: Job) -> list[Decision]:
+    """What training will tell of tiles; nothing where rows are too short for them."""
+    if asked == "none":
+        return [Decision("tiled mlp", False, "asked for: tiles none")]
+    recomputed = job.layers.kept < job.layers.layers
+    if found.untiled and tile_tokens(asked, job.tokens, recomputed=recomputed):
+        return [Decision("tiled mlp", False, found.untiled)]
+    return [] if job.tile is None else [tiled_decision(job, job.tile)]
 
 
 def _widest(recipe: Recipe, lengths: Lengths) -> int:
@@ -259,6 +259,7 @@ def _mode(recipe: Recipe, found: Facts, target: Target, job: Job, attention: str
         device=target.device,
         packed=recipe.packing.enabled,
         attention=attention,
+        host_positions=recipe.packing.enabled and bool(scaled_by_length(found.model)),
         host_experts=bool(found.shape.routed) and job.experts == "loop",
         whole=trains_whole(job.trained, job.shape.parameters + (0 if job.full else job.trained)),
         compiler=compiler_obstacle(target.device) if target.here else None,
@@ -354,6 +355,8 @@ def _toggles(job: Job, device: Device) -> Iterator[tuple[str, bool, Job]]:
         yield "offload", offload, all_as(activations="recompute" if offload else "offload")
         if offload:
             yield "double buffer", job.buffers > 1, replace(job, buffers=1 if job.buffers > 1 else 2)
+    if job.tile is not None:
+        yield "tiled mlp", True, replace(job, tiles="none")
     if card:
         yield "captured step", job.mode == "captured", replace(job, mode="eager" if job.fused else "captured")
     if any(layer.experts for layer in job.shape.layers):

@@ -73,10 +73,9 @@ def _tried(recipe: Recipe, changes: tuple[Change, ...], found: Facts, target: Ta
         section, _, name = change.key.rpartition(".")
         (tree[section] if section else tree)[name] = change.value
     try:
-        changed = recipe_from_dict(tree)
-    except InputError:  # a value that this version or these other options do not allow is no remedy
+        prediction = predict(recipe_from_dict(tree), found, target)
+    except InputError:  # a value that these other options, the model or its device do not allow is no remedy
         return None
-    prediction = predict(changed, found, target)
     return Remedy(changes, prediction) if prediction.fits else None
 
 

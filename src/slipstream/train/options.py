@@ -26,7 +26,7 @@ class TrainOptions:
     mode: ModeChoice = "auto"
     """How a step runs: ``captured`` as a CUDA graph, ``compiled`` layers, ``eager``; ``auto``: the first that can."""
     steps: Annotated[int, Gt(0)] | None = None
-    """Optimizer steps; overrides ``epochs``."""
+    """Optimizer steps; overrides ``epochs``. Null: as many as ``epochs`` takes."""
     epochs: Annotated[float, Gt(0)] = 1
     """Passes over the data."""
     accumulate: Annotated[int, Gt(0)] = 1
@@ -46,9 +46,9 @@ class TrainOptions:
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0
     """Seed of packing order, adapter weights and dropout."""
     eval_every: Annotated[int, Gt(0)] | None = None
-    """Steps between evaluations; none evaluates before the first and after the last step."""
+    """Steps between evaluations; null evaluates before the first and after the last step."""
     save_every: Annotated[int, Gt(0)] | None = None
-    """Steps between checkpoints; none saves at the end and when interrupted."""
+    """Steps between checkpoints; null saves at the end and when interrupted."""
     keep: Annotated[int, Gt(0)] = 2
     """Newest checkpoints to keep; the one with the best evaluation is kept besides."""
     sharding: Literal["none", "fsdp2"] = "none"

@@ -1,0 +1,122 @@
+"""What training refuses by the recipe, the model's configuration and the machine alone, a plan refuses with the same
+message: both ask the same functions.
+"""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from rich.console import Console
+
+from packed import FAMILIES
+from slipstream import cli, run
+from slipstream.cost.ceilings import Ceilings
+from slipstream.errors import InputError
+from slipstream.plan import command, facts
+from slipstream.recipe import Recipe, load_recipe
+from tiny import tiny_model, tiny_tokenizer
+
+RATES = Ceilings("float32", 2e11, 2e10, None, None, None, 5e-6, 0.0, "measured")
+UNPACKED, TILES, DROPOUT = "packing.enabled=false", "memory.tiles=64", "adapter.dropout=0.1"
+REFUSED: list[tuple[str, list[str], str]] = [
+    ("gpt_oss", [TILES], "memory.tiles: 64: GptOssMLP sends tokens to experts"),
+    ("qwen3_moe", [TILES], "memory.tiles: 64: Qwen3MoeSparseMoeBlock sends tokens to experts"),
+    ("mixtral", [TILES], "memory.tiles: 64: MixtralSparseMoeBlock sends tokens to experts"),
+    ("llama", [TILES, DROPOUT], "memory.tiles: 64: LlamaMLP has dropout"),
+    ("llama", [TILES, DROPOUT, "adapter.targets=[q_proj, up_proj]"], "memory.tiles: 64: LlamaMLP has dropout"),
+    ("gpt2", [TILES], "memory.tiles: 64: GPT2MLP has dropout"),
+    ("opt", [TILES], "memory.tiles: 64: OPTDecoderLayer has no module called mlp"),
+    ("bloom", [TILES, UNPACKED], "memory.tiles: 64: BloomMLP takes more than hidden states (hidden_states, residual)"),
+    ("ctrl", [UNPACKED, "memory.activations=recompute"], "CTRLLMHeadModel has no layers that can be recomputed"),
+    ("llama", ["adapter.experts=true"], "adapter.experts: LlamaForCausalLM has no experts"),
+    ("llama", ["adapter.router=true"], "adapter.router: LlamaForCausalLM has no router"),
+    ("llama", ["adapter.targets=[qq_proj]"], "adapter.targets: 'qq_proj' matches no module"),
+    ("llama", ["adapter.targets=[]"], "adapter.targets: [] names nothing"),
+    ("llama", ["adapter.targets=[all-linear, q_proj]"], "adapter.targets: all-linear stands for all"),
+    ("qwen3_moe", ["adapter.targets=[gate]"], "adapter.targets: 'gate' belongs to the experts or their router"),
+    ("qwen3_moe", ["adapter.experts=true", DROPOUT], "adapter.dropout: 0.1 can't be had on experts"),
+    ("llama", ["adapter.modules_to_save=[heed]"], "adapter.modules_to_save: 'heed' matches no module"),
+    ("llama", ["load.new_tokens=[<a>]", "adapter.targets=[embed_tokens]"], "adapter.targets: 'embed_tokens' has its"),
+    ("llama", ["load.new_tokens=[<a>]", "adapter.targets=[lm_head]"], "adapter.targets: 'lm_head' has its new"),
+    ("llama", ["load.new_tokens=[<a>, <a>]"], "load.new_tokens: '<a>' is named 2 times"),
+    ("llama", ["load.quantize=nf4"], "load.quantize: nf4 needs a CUDA card"),
+    ("llama", ["train.optimizer=adamw8bit"], "train.optimizer: adamw8bit needs bitsandbytes"),
+    ("llama", ["train.trackers=[wandb]"], "train.trackers: wandb is not installed"),
+    ("llama", ["train.mode=captured"], "train.mode captured: CUDA graphs need a CUDA device"),
+    ("llama", ["train.mode=compiled", UNPACKED], "train.mode compiled: batches are padded"),
+    ("llama", ["data.learn=assistant"], "data.learn: assistant makes no sense for plain text"),
+    ("llama", ["data.chat_template=nosuch.jinja"], "data.chat_template: nosuch.jinja is neither Jinja nor a file"),
+    ("llama", ["data.max_length=8"], "rows longer than max_length 8"),
+    ("llama", ["train.steps=null", "train.warmup=200"], "train.warmup: 200 steps >= the run's"),
+    ("mamba", [], "can't be trained packed: layers that carry state across documents"),
+    ("xglm", [], "can't be trained packed: its attention can't be chosen"),
+]
+ACCEPTED: list[tuple[str, list[str]]] = [
+    ("llama", [TILES, DROPOUT, "adapter.targets=[q_proj]"]),  # no dropout inside the MLP
+    ("qwen3_moe", ["memory.tiles=auto", "memory.activations=recompute"]),
+    ("stablelm", []),  # whose attention is handed a mask
+    ("llama", ["train.sharding=fsdp2"]),
+    ("llama", ["load.new_tokens=[<a>]", "adapter.modules_to_save=[embed_tokens, lm_head]"]),
+]
+
+
+@pytest.fixture(autouse=True)
+def _machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without a card and optional packages, whose ceilings need not be measured."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.setattr(facts, "ceilings", lambda device, driver: RATES)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("slipstream.train.options.find_spec", lambda _: None)
+
+
+def recipe_file(tmp_path: Path, family: str) -> Path:
+    torch.manual_seed(0)
+    tiny_model(family, **FAMILIES.get(family, {})).save_pretrained(tmp_path / "model")
+    tiny_tokenizer(eos="</s>").save_pretrained(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": "x" * (20 + i)}) + "\n" for i in range(12)))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model: {tmp_path / 'model'}\noutput: {tmp_path / 'out'}\ndata: {{train: {rows}}}\n")
+    return path
+
+
+def recipe_of(tmp_path: Path, family: str, overrides: list[str]) -> Recipe:
+    small = ["packing.tokens=256", "train.steps=1", "load.dtype=float32"]
+    return load_recipe(recipe_file(tmp_path, family), [*small, *overrides])
+
+
+def refusal(act: Any, *arguments: Any, **options: Any) -> str:
+    with pytest.raises(InputError) as refused:
+        act(*arguments, console=Console(file=io.StringIO()), **options)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("family", "overrides", "told"), REFUSED, ids=lambda value: str(value)[:60])
+def test_a_plan_refuses_what_training_refuses(tmp_path: Path, family: str, overrides: list[str], told: str) -> None:
+    recipe = recipe_of(tmp_path, family, overrides)
+    planned = refusal(command.plan, recipe, device=None)
+    assert planned == refusal(run.train, recipe, resume=False)
+    assert told in planned
+
+
+@pytest.mark.parametrize(("family", "overrides"), ACCEPTED, ids=lambda value: str(value)[:60])
+def test_a_plan_accepts_what_training_accepts(tmp_path: Path, family: str, overrides: list[str]) -> None:
+    recipe = recipe_of(tmp_path, family, overrides)
+    assert command.plan(recipe, device=None, console=Console(file=io.StringIO()))[1]
+    assert run.train(recipe, resume=False, console=Console(file=io.StringIO())).steps == 1
+
+
+def test_a_refused_plan_exits_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["slipstream", "plan", str(recipe_file(tmp_path, "mixtral")), "--set", TILES])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    assert "MixtralSparseMoeBlock sends tokens to experts" in capsys.readouterr().err
