@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch.nn.parallel import DistributedDataParallel
 
 import slipstream.run
 from killed import at_call, die
@@ -145,6 +146,32 @@ def counted(folder: Path) -> Arm:
     return arm
 
 
+def exchanged() -> None:
+    """As a recorded step does on cards."""
+    inner = Trainer.exchange
+
+    def exchange(trainer: Trainer) -> None:
+        assert not isinstance(trainer.model_wrapped, DistributedDataParallel)
+        inner(trainer)
+
+    Trainer._exchanges = lambda *_: True  # type: ignore[method-assign]
+    Trainer.exchange = exchange  # type: ignore[method-assign]
+
+
+def begin_elsewhere(arm: Arm) -> None:
+    """Trained weights that differ from the first rank's before training begins, and ``arm``."""
+    arm()
+    inner = Trainer._wrap_model
+
+    def wrapped(trainer: Trainer, model: Any, *positional: Any, **named: Any) -> Any:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * parameter.requires_grad)
+        return inner(trainer, model, *positional, **named)
+
+    Trainer._wrap_model = wrapped  # type: ignore[method-assign]
+
+
 def main(folder: Path) -> None:
     write_inputs(folder)
     slipstream.run.write_report = lambda path: path / "report.html"  # half of a run's time, and tested elsewhere
@@ -167,7 +194,7 @@ def main(folder: Path) -> None:
     run("asked", 2, arms={1: at_call(Trainer, "training_step", 9, ask)}, **dropout)
     told["asked after"] = [step.step for step in read_records(folder / "runs/asked").steps]
     run("asked", 2, resume=True, **dropout)
-    exchanging = dict.fromkeys(range(2), lambda: setattr(Trainer, "_exchanges", lambda *_: True))
+    exchanging = {0: exchanged, 1: lambda: begin_elsewhere(exchanged)}
     run("exchanged", 2, arms=exchanging, train__accumulate=2)
     run("exchanged alone", 1, train__accumulate=4)
     divided = {"train__sharding": "fsdp2"}

@@ -1,10 +1,11 @@
 """The part of the trainer that several ranks need: rows shared evenly, and weights divided where the recipe says so.
 
-Without dividing, transformers' trainer wraps the model in DistributedDataParallel by itself. With it, the model is
-divided here before any optimizer exists, and handed to the base class as one that is wrapped already; what a checkpoint
-holds of weights and optimizer is collected and spread here (``sharding.py``). Trade-off: five methods of the base class
-are met by name. Alternative: accelerate's FSDP plugin, whose ways of dividing and saving change with its version, and
-which the loss, calling the output head after the forward, has to fit by chance.
+Without dividing, transformers' trainer wraps the model in DistributedDataParallel by itself, unless steps are recorded:
+then gradients are exchanged here, behind the recording (`Exchanged` says why). With dividing, the model is divided here
+before any optimizer exists, and handed to the base class as one that is wrapped already; what a checkpoint holds of
+weights and optimizer is collected and spread here (``sharding.py``). Trade-off: five methods of the base class are met
+by name. Alternative: accelerate's FSDP plugin, whose ways of dividing and saving change with its version, and which the
+loss, calling the output head after the forward, has to fit by chance.
 """
 
 from collections.abc import Sized
@@ -32,6 +33,27 @@ from slipstream.train.sharding import (
 
 WEIGHTS, OPTIMIZER, SCHEDULER = "weights.pt", "optimizer.pt", "scheduler.pt"
 """In a checkpoint of divided weights: the trained ones by name; the optimizer's state by name; as always."""
+
+
+class Exchanged(nn.Module):
+    """A model as a trainer calls it whose gradients ``exchange`` adds together: not to be wrapped again.
+
+    DistributedDataParallel holds each parameter's node of the autograd graph, and with it the stream on which it was
+    made, for as long as it lives; a recording runs on another stream and may not meet such a node.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """``module``: the same weights come out on all ranks, the first one's."""
+        super().__init__()
+        self.module = module
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    dist.broadcast(parameter.detach(), src=0)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """The model's own."""
+        return self.module(*arguments, **named)
 
 
 class SeveralRanksTrainer(transformers.Trainer):  # type: ignore[misc]
@@ -109,6 +131,8 @@ class SeveralRanksTrainer(transformers.Trainer):  # type: ignore[misc]
     def _wrap_model(self, model: nn.Module, *positional: Any, **named: Any) -> nn.Module:
         if self.sharded:
             return model if isinstance(model, Shards) else Shards(model)
+        if self.exchanges:
+            return model if isinstance(model, Exchanged) else Exchanged(model)
         wrapped: nn.Module = super()._wrap_model(model, *positional, **named)
         return wrapped
 

@@ -142,6 +142,11 @@ class Trainer(SeveralRanksTrainer):
         self.exchange()
         return loss
 
+    def _wrap_model(self, model: nn.Module, training: bool = True, *positional: Any, **named: Any) -> nn.Module:
+        if training and self.args.world_size > 1:  # what it is wrapped in depends on who exchanges gradients
+            self.step = self.step or self._make_step()
+        return super()._wrap_model(model, training, *positional, **named)
+
     def _make_step(self) -> Step:
         dtype = self.compute_dtype or (torch.bfloat16 if self.args.bf16 else base_model(self.model).dtype)
         packed = isinstance(self.data_collator, PackedCollator)
