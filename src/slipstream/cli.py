@@ -264,10 +264,13 @@ def bench_offload(
         str | None, typer.Option("--mode", help="eager or compiled layers; by default eager for --part reload.")
     ] = None,
     cap: Annotated[float, typer.Option("--cap", help="GB of device memory for --part longest.")] = 80.0,
+    arms: Annotated[
+        str | None, typer.Option("--arms", help="For --part longest and document: offload-2, recompute or both.")
+    ] = None,
 ) -> None:
     """Layer inputs offloaded and reloaded ahead: the published measurement, on this device."""
     words = {"shape": shape, "tokens": tokens, "rounds": rounds, "layers": layers, "part": part}
-    _bench("offload", as_json, out, csv, **words, host_limit=host_limit, mode=mode, cap=cap)
+    _bench("offload", as_json, out, csv, **words, host_limit=host_limit, mode=mode, cap=cap, arms=arms)
 
 
 @bench_app.command("step")

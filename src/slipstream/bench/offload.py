@@ -111,6 +111,8 @@ class OffloadBench:
     """How layers run: eager by default for ``reload``, compiled on a card for rows that must fit."""
     cap: float = 80.0
     """GB of device memory that ``longest`` and ``document`` may use."""
+    arms: tuple[str, ...] = (DOUBLE, RECOMPUTE)
+    """Those of ``longest`` and ``document``."""
 
     def __post_init__(self) -> None:
         """Refuse what can't be measured before any model is made."""
@@ -120,6 +122,9 @@ class OffloadBench:
             long_documents(tokens, LONGEST_DOCUMENT, 100)
         if self.rounds is not None and self.rounds < 2:
             raise InputError(f"rounds {self.rounds} < 2: an interval needs at least two rounds; raise --rounds")
+        for arm in self.arms:
+            if arm not in (DOUBLE, RECOMPUTE):
+                raise InputError(f"--arms {arm!r} is none of {DOUBLE}, {RECOMPUTE}")
         for name, value in (("--cap", self.cap), ("--host-limit", self.host_limit)):
             if value is not None and value <= 0:
                 raise InputError(f"{name} {value} <= 0: give a number above 0")
@@ -154,6 +159,7 @@ def _rows(options: OffloadBench, device: torch.device, say: Say) -> Iterator[dic
             mode=options.mode or ("compiled" if device.type == "cuda" else "eager"),
             packed=() if options.part == "document" else options.tokens or offload_longest.packed_rows(device),
             document=options.part != "longest",
+            arms=options.arms,
             cap_bytes=int(options.cap * 1e9),
             host_limit=options.host_limit,
             say=say,

@@ -24,6 +24,7 @@ def options(
     host_limit: float | None = None,
     mode: str | None = None,
     cap: float = 80.0,
+    arms: str | None = None,
 ) -> offload.OffloadBench:
     """The benchmark that these words ask for; lists are separated by commas. Raises ``InputError``."""
     if part not in get_args(offload.Part):
@@ -39,6 +40,7 @@ def options(
         host_limit=host_limit,
         mode=cast(Mode | None, mode),
         cap=cap,
+        arms=words(arms) or offload.OffloadBench.arms,
     )
 
 

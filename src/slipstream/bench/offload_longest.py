@@ -2,8 +2,9 @@
 
 The size is a cap on what PyTorch may allocate, so that a large card answers for a smaller one. A try is one forward and
 backward of a row; memory grows in a straight line with the tokens (no attention choice here holds T² anything), so two
-short rows predict the longest one, and tries step down from there. MLPs run in tiles, as training has them on rows
-like these.
+short rows predict the longest one, and tries step down from there. Tries are rows of short documents, whose memory is
+that of one long document and whose attention is not: half a million tokens in one take minutes. Only the length that
+was found is run as one document. MLPs run in tiles, as training has them on rows like these.
 """
 
 import gc
@@ -40,19 +41,20 @@ def rows(
     mode: Mode,
     packed: tuple[int, ...],
     document: bool,
+    arms: tuple[str, ...] = (DOUBLE, RECOMPUTE),
     cap_bytes: int,
     host_limit: float | None,
     say: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
-    """A row for each arm and ``packed`` row, and for each arm its longest single ``document`` if that is asked for."""
+    """A row for each of ``arms`` and ``packed`` rows, and for each its longest single ``document`` if asked for."""
     with capped(device, cap_bytes):
         bench = Bench.of(config, device, mode, TILE if device.type == "cuda" else TINY_TILE)
         try:
             for count in packed:
-                for arm in (DOUBLE, RECOMPUTE):
+                for arm in arms:
                     say(f"longest: {shape}, {arm}, a row of {count:,} tokens")
                     yield {**_head(bench, shape, cap_bytes), "row": "packed", **attempt(bench, arm, count, host_limit)}
-            for arm in (DOUBLE, RECOMPUTE) if document else ():
+            for arm in arms if document else ():
                 say(f"longest: {shape}, {arm}, the longest single document")
                 found = longest_document(bench, arm, cap_bytes, host_limit)
                 yield {**_head(bench, shape, cap_bytes), "row": "one document", **found}
@@ -108,19 +110,27 @@ def _once(step: Step) -> dict[str, Any]:
 
 
 def longest_document(bench: Bench, arm: str, cap_bytes: int, host_limit: float | None) -> dict[str, Any]:
-    """The longest single document that went through, and the shortest tried that did not."""
-    probes = PROBES if bench.device.type == "cuda" else TINY_PROBES
-    tried = [attempt(bench, arm, count, host_limit, count) for count in probes]
-    if bench.device.type != "cuda" or not all(one["fits"] for one in tried):
-        return {**tried[-1], "tried": tried}
-    guess = predicted_tokens([(one["tokens"], one["peak_bytes"]) for one in tried], cap_bytes)
-    for _ in range(TRIES):
+    """The longest single document that went through, and all rows that were tried."""
+    card = bench.device.type == "cuda"
+    tried = [attempt(bench, arm, count, host_limit) for count in (PROBES if card else TINY_PROBES)]
+    guess = max((one["tokens"] for one in tried if one["fits"]), default=0)
+    if card and all(one["fits"] for one in tried):
+        guess = predicted_tokens([(one["tokens"], one["peak_bytes"]) for one in tried], cap_bytes)
+        for _ in range(TRIES):
+            tried.append(attempt(bench, arm, guess, host_limit))
+            if tried[-1]["fits"]:
+                break
+            guess = _shorter(guess)
+    for _ in range(TRIES if guess else 0):
         tried.append(attempt(bench, arm, guess, host_limit, guess))
         if tried[-1]["fits"]:
             break
-        guess = max(PROBES[-1], guess * 95 // 100 // STEP * STEP)
-    best = max((one for one in tried if one["fits"]), key=lambda one: int(one["tokens"]))
-    return {**best, "tried": tried}
+        guess = _shorter(guess)
+    return {**tried[-1], "tried": tried}
+
+
+def _shorter(tokens: int) -> int:
+    return max(PROBES[-1], tokens * 95 // 100 // STEP * STEP)
 
 
 def predicted_tokens(peaks: list[tuple[int, int]], cap_bytes: int) -> int:
