@@ -97,6 +97,25 @@ def test_detach_gives_pefts_forward_back() -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def test_steps_of_one_model_share_them() -> None:
+    model = adapted()
+    base = base_model(model)
+    first, _ = HalfAdapters.attach(base, torch.bfloat16)
+    second, decision = HalfAdapters.attach(base, torch.bfloat16)
+    assert first is second is not None
+    assert decision.on
+    other, decision = HalfAdapters.attach(base, torch.float16)
+    assert (other, decision.on) == (None, False)
+    first.detach()
+    forwards = [vars(layer).get("forward") for layer in first.layers]
+    assert all(forwards)
+    second.detach()
+    assert not any("forward" in vars(layer) for layer in first.layers)
+    again, decision = HalfAdapters.attach(base, torch.bfloat16)
+    assert again is not first
+    assert decision.on
+
+
 def test_switched_off_adapters_stay_off() -> None:
     model = adapted()
     row = row_of(documents())

@@ -26,8 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from slipstream.decision import Decision
 
 HALF = (torch.bfloat16, torch.float16)
-HALVES, NAME = "_slipstream_half", "_slipstream_name"
-"""What hangs on an adapter layer: its half-precision copies (A, B) or None, and its adapter's name."""
+HALVES, NAME, OWNER = "_slipstream_half", "_slipstream_name", "_slipstream_adapters"
+"""What hangs on an adapter layer: its half-precision copies (A, B) or None, its adapter's name, and who casts it."""
 
 
 @dataclass
@@ -38,32 +38,43 @@ class HalfAdapters:
     """peft's adapter layers, in the model's order."""
     dtype: torch.dtype
     hooks: list[RemovableHandle] = field(default_factory=list)
+    users: int = 1
+    """How many steps of the model have attached them and not detached them again."""
 
     @classmethod
     def attach(cls, base: Any, dtype: torch.dtype) -> tuple["HalfAdapters | None", Decision]:
         """Take over the plain LoRA layers of a transformers model; gives the decision about it too.
 
-        ``dtype``: what layers compute in. Layers with variants (DoRA), several adapters or biases stay peft's.
+        ``dtype``: what layers compute in. Layers with variants (DoRA), several adapters or biases stay peft's. Several
+        steps of one model, each in its mode, share what the first has attached.
         """
         if dtype not in HALF:
             return None, Decision("half adapters", False, f"layers compute in {str(dtype).removeprefix('torch.')}")
         found, others = _plain_layers(base)
+        shared = next((vars(module)[OWNER] for module in base.modules() if OWNER in vars(module)), None)
+        if shared is not None and shared.dtype == dtype:
+            shared.users += 1
+            return shared, Decision("half adapters", True, f"{len(shared.layers)} adapters, cast for another step too")
         if not found:
             return None, Decision("half adapters", False, "no plain float32 LoRA layers to compute in half precision")
         adapters = cls(found, dtype)
         adapters.hooks.append(base.get_decoder().register_forward_pre_hook(adapters._refresh, prepend=True))
         for layer in found:
-            vars(layer).update({HALVES: None, NAME: _name(layer), "forward": MethodType(_forward, layer)})
+            forward = MethodType(_forward, layer)
+            vars(layer).update({HALVES: None, NAME: _name(layer), OWNER: adapters, "forward": forward})
         left = f"; {others} other adapter layers stay peft's" if others else ""
         reason = f"{len(found)} adapters cast together once a forward, float32 masters{left}"
         return adapters, Decision("half adapters", True, reason)
 
     def detach(self) -> None:
-        """Give every layer peft's forward back."""
+        """Give every layer peft's forward back, once nobody uses these any more."""
+        self.users -= 1
+        if self.users:
+            return
         for hook in self.hooks:
             hook.remove()
         for layer in self.layers:
-            for attribute in ("forward", HALVES, NAME):
+            for attribute in ("forward", HALVES, NAME, OWNER):
                 vars(layer).pop(attribute, None)
 
     def leave_last_uncompiled(self, base: Any) -> int:
