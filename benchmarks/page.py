@@ -273,6 +273,10 @@ def _verdict_rows(name: str, row: Mapping[str, Any]) -> Iterable[list[str]]:
 # ------------------------------------------------------------------------------------------------ any result
 
 
+PARTS = ("arms", "modes", "comparisons")
+"""What a row of a result may hold that takes a table of its own."""
+
+
 def section(name: str, result: Mapping[str, Any]) -> str:
     """One result: where it comes from, and everything it holds that fits a table."""
     title = str(result.get("benchmark") or result.get("bench") or name).replace("_", " ")
@@ -307,17 +311,19 @@ def _named(values: Mapping[str, Any]) -> list[str]:
 
 
 def _row_tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Rows with comparisons each with a table of their own, the others together."""
+    """Rows with arms, modes or comparisons each with tables of their own, the others together."""
     lines: list[str] = []
-    plain = [row for row in rows if "comparisons" not in row]
-    for row in (row for row in rows if "comparisons" in row):
+    for row in (row for row in rows if any(key in row for key in PARTS)):
         facts = [
             f"{words(key)} {scalar(key, value)}" for key, value in row.items() if _is_scalar(value) and key != "dtype"
         ]
         lines.append(f"{', '.join(facts)}.\n")
-        if isinstance(row.get("arms"), dict):
-            lines.append(_table_of([{"": name, **_arm(arm)} for name, arm in row["arms"].items()]))
-        lines.append(_table_of([_flat(comparison) for comparison in row["comparisons"]]))
+        for key in ("arms", "modes"):
+            if isinstance(row.get(key), dict):
+                lines.append(_table_of([{"": name, **_arm(arm)} for name, arm in row[key].items()]))
+        if row.get("comparisons"):
+            lines.append(_table_of([_flat(comparison) for comparison in row["comparisons"]]))
+    plain = [row for row in rows if not any(key in row for key in PARTS)]
     if plain:
         lines.append(_table_of([_flat(row) for row in plain]))
     return lines
@@ -387,9 +393,9 @@ def scalar(key: str, value: Any) -> str:
         return f"{value:.2f} GB"
     if "gain" in key.split("_"):
         return f"{value:+.1%}"
-    if key in ("share", "fill"):
+    if key in ("share", "fill", "share_of_floor"):
         return f"{value:.1%}"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _milliseconds(value: float) -> str:

@@ -100,6 +100,16 @@ def test_an_unknown_benchmark_has_its_tables(generator: Any) -> None:
     assert "| c | – | no |" in text
 
 
+def test_modes_stand_with_what_ran(generator: Any) -> None:
+    mode = {"ran": "compiled", "seconds": 0.1684, "tokens_per_second": 24330.4, "share_of_floor": 0.075}
+    result = {"benchmark": "step", "rows": [{"shape": "tiny", "tokens": 64, "modes": {"captured": mode}}]}
+    page = generator.section("step_tiny", result)
+    assert "shape tiny, tokens 64." in page
+    assert (
+        "| captured | compiled | 168 ms | 24,330 | 7.5% |" in page or "| captured | compiled | 24,330 | 7.5% |" in page
+    )
+
+
 def test_what_is_learned_stands_with_its_verdicts(generator: Any) -> None:
     facts = {"model": "small", "dtype": "bfloat16", "steps": 100, "tokens": 2048}
     mode = {"arm": "captured", "against": "eager", "largest": 0.00123, "mean": 0.0004, "gradient": 0.002}
