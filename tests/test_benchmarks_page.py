@@ -105,9 +105,7 @@ def test_modes_stand_with_what_ran(generator: Any) -> None:
     result = {"benchmark": "step", "rows": [{"shape": "tiny", "tokens": 64, "modes": {"captured": mode}}]}
     page = generator.section("step_tiny", result)
     assert "shape tiny, tokens 64." in page
-    assert (
-        "| captured | compiled | 168 ms | 24,330 | 7.5% |" in page or "| captured | compiled | 24,330 | 7.5% |" in page
-    )
+    assert "| captured | compiled | 24,330 | 7.5% | 168 ms |" in page
 
 
 def test_what_is_learned_stands_with_its_verdicts(generator: Any) -> None:

@@ -262,6 +262,8 @@ def test_all_problems_are_told_at_once(write: Write) -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
+        (["packing.tokens=65536", "packing.rows=32768"], "packing.rows 32768 > 2,147,483,647: boundaries are 32-bit"),
+        (["packing.tokens=1e99"], "boundaries are 32-bit numbers; lower either"),
         (["data.max_length=65", "packing.tokens=64"], "data.max_length: 65 > packing.tokens 64"),
         (
             ["train.sharding=fsdp2", "train.optimizer=adamw8bit"],

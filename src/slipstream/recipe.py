@@ -47,6 +47,10 @@ REQUIRED: Mapping[str, str] = {
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
+MOST_TOKENS = 2**31 - 1
+"""Of a batch: `cu_seqlens` are 32-bit."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A whole run. Constructing one checks that its options fit together; ``InputError`` lists all that do not."""
@@ -258,6 +262,11 @@ def _weight_conflicts(recipe: Recipe) -> Iterator[str]:
 
 def _length_conflicts(recipe: Recipe) -> Iterator[str]:
     limit, tokens = recipe.data.max_length, recipe.packing.tokens
+    if tokens * recipe.packing.rows > MOST_TOKENS:
+        yield (
+            f"packing.tokens {shown(tokens)} x packing.rows {shown(recipe.packing.rows)} > {MOST_TOKENS:,}: boundaries "
+            "are 32-bit numbers; lower either"
+        )
     if limit is not None and limit > tokens:
         yield (
             f"data.max_length: {limit:,} > packing.tokens {tokens:,}, so such a document fits in no row; "

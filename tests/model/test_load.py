@@ -206,6 +206,21 @@ def test_code_of_the_models_own_is_not_run_unless_asked(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": None}, "names no model_type"),
+        ({"hidden_size": "foo"}, "is not valid.*hidden_size.*mend its config.json"),
+        ({"num_hidden_layers": -5}, "has num_hidden_layers -5 < 1"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 attention heads, not a multiple of its 3 key"),
+    ],
+)
+def test_sizes_of_which_no_model_can_be_made(folder: Path, changes: dict[str, object], message: str) -> None:
+    edit_config(folder, **changes)
+    with pytest.raises(InputError, match=message):
+        load_model(str(folder), FLOAT32)
+
+
+@pytest.mark.parametrize(
     ("cause", "message"),
     [
         (GatedRepoError, "is gated: .*`hf auth login`, or give a local folder"),
