@@ -274,10 +274,15 @@ def train(
                 profile.step_ended(state.global_step)
 
     class Silent(slipstream.Trainer):
-        """Ranks that exchange no gradients."""
+        """Ranks that exchange no gradients, where ``silent``."""
+
+        def exchange(self) -> None:
+            if not silent:
+                super().exchange()
 
         def training_step(self, model: Any, *arguments: Any, **named: Any) -> Any:
-            with model.no_sync() if silent else nullcontext():
+            # Behind a recording the trainer exchanges gradients itself; else the wrapper around the model does.
+            with model.no_sync() if silent and not self.exchanges else nullcontext():
                 return super().training_step(model, *arguments, **named)
 
     card = torch.cuda.is_available()
