@@ -8,8 +8,9 @@
     python benchmarks/bench_train_step.py --model path/to/model --data alpaca.json --tokens 4096
 
 Each arm runs in a process of its own, since Liger and Unsloth replace functions for the whole process; the arms take
-turns, ``--rounds`` times. All trainers are timed by the same callback: an event on the device's stream at the end of
-each step, so that nobody is made to wait; loader, clipping, optimizer and scheduler lie inside.
+turns, ``--rounds`` times. All processes import what they need before the first turn, and then wait for theirs. All
+trainers are timed by the same callback: an event on the device's stream at the end of each step, so that nobody is made
+to wait; loader, clipping, optimizer and scheduler lie inside.
 ``slipstream:eager`` (or ``compiled``, ``captured``) names a mode; ``slipstream:offload`` and ``unsloth:offload`` keep
 checkpoints on the host; ``trl:grouped_mm`` and ``trl:eager`` take transformers' experts, without Liger. Of mixtures
 only attention has adapters.
@@ -69,12 +70,13 @@ def main() -> None:
     results = []
     if options.model in SHAPES and (options.nf4 or "unsloth" in options.arms):
         subprocess.run([sys.executable, __file__, *sys.argv[1:], "--save"], check=True)
-    for round_number in range(options.rounds):
-        for arm in options.arms.split(","):
-            results.append({"round": round_number, **run_child(arm)})
-            print_row(results[-1])
-            if options.out:  # after each run, so that one cut short has not measured for nothing
-                Path(options.out).write_text(json.dumps(document(results), indent=1) + "\n")
+    turns = [(turn, arm) for turn in range(options.rounds) for arm in options.arms.split(",")]
+    waiting = [start_child(arm, number) for number, (_, arm) in enumerate(turns)]
+    for (round_number, arm), child in zip(turns, waiting, strict=True):
+        results.append({"round": round_number, **take_turn(arm, child)})
+        print_row(results[-1])
+        if options.out:  # after each run, so that one cut short has not measured for nothing
+            Path(options.out).write_text(json.dumps(document(results), indent=1) + "\n")
     print(json.dumps(summary(results), indent=2))
 
 
@@ -109,18 +111,29 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_child(arm: str) -> dict:
+def start_child(arm: str, number: int) -> subprocess.Popen:
+    """A process that imports what ``arm`` needs and then waits for a line."""
+    # Unsloth writes modules when it is imported: several at once would write the same ones.
+    written = os.path.join(tempfile.gettempdir(), f"slipstream-bench-{os.getpid()}-{number}")
     command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm]
-    done = subprocess.run(command, capture_output=True, text=True)
-    for line in done.stdout.splitlines():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, env={**os.environ, "UNSLOTH_COMPILE_LOCATION": written}, **pipes)
+
+
+def take_turn(arm: str, child: subprocess.Popen) -> dict:
+    began = time.perf_counter()
+    output, errors = child.communicate("now\n")
+    for line in output.splitlines():
         if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    return {"arm": arm, "error": (done.stderr or done.stdout)[-1500:]}
+            found = json.loads(line.removeprefix("RESULT "))
+            return {**found, "turn_seconds": round(time.perf_counter() - began, 1)}
+    return {"arm": arm, "error": (errors or output)[-1500:]}
 
 
 def run_arm(options: argparse.Namespace) -> dict:
-    if options.arm.startswith("unsloth"):
-        import unsloth  # noqa: F401  # before transformers, which it changes
+    import_all(options.arm)
+    if not sys.stdin.readline():
+        sys.exit("the process that hands out turns has ended")
     import torch
 
     torch.manual_seed(0)
@@ -144,6 +157,20 @@ def run_arm(options: argparse.Namespace) -> dict:
         "times_ms": [round(t * 1e3, 1) for t in times],
         **({"decisions": trainer.told} if hasattr(trainer, "told") else {}),
     }
+
+
+def import_all(arm: str) -> None:
+    """What the arm will need, as far as it takes long."""
+    if arm.startswith("unsloth"):
+        import unsloth  # noqa: F401  # before transformers, which it changes
+    if arm.startswith("slipstream"):
+        import slipstream.bench.shapes  # noqa: F401
+    else:
+        import trl.trainer.sft_trainer  # noqa: F401
+    if arm == "trl+liger":
+        import liger_kernel.transformers  # noqa: F401
+    import datasets  # noqa: F401
+    from transformers import AutoModelForCausalLM, Trainer  # noqa: F401
 
 
 def made(options: argparse.Namespace, scratch: str):

@@ -65,16 +65,21 @@ def test_the_longest_is_predicted_and_stepped_down_to(monkeypatch: pytest.Monkey
         tried.append((tokens, longest))
         peak = 10**7 + 1000 * tokens
         room = 0.92 if longest == tokens else 1
-        return {"arm": arm, "tokens": tokens, "peak_bytes": peak, "fits": peak * 1.05 < 10**8 * room}
+        fits = peak * 1.05 < 10**8 * room
+        head = {"arm": arm, "tokens": tokens, "documents": 1, "seconds": {"whole": 1.0}}
+        return {**head, "peak_bytes": peak, "fits": fits}
 
     monkeypatch.setattr(offload_longest, "attempt", attempt)
     card: Any = type("Card", (), {"device": torch.device("cuda")})()
-    best = longest_document(card, DOUBLE, 10**8, None)
+    said: list[str] = []
+    best = longest_document(card, DOUBLE, 10**8, None, said.append)
     short, long = ([tokens for tokens, longest in tried if (longest == 8192) == is_short] for is_short in (True, False))
     assert short == [16_384, 32_768, 88_064, 81_920]
     assert long == [81_920, 77_824, 73_728]
     assert best["fits"]
     assert best["tokens"] == 73_728
+    assert len(said) == len(tried)
+    assert said[2] == "  88,064 tokens in 1 documents: too much"
     assert [one["fits"] for one in best["tried"]] == [True, True, False, True, False, False, True]
 
 

@@ -56,7 +56,7 @@ def rows(
                     yield {**_head(bench, shape, cap_bytes), "row": "packed", **attempt(bench, arm, count, host_limit)}
             for arm in arms if document else ():
                 say(f"longest: {shape}, {arm}, the longest single document")
-                found = longest_document(bench, arm, cap_bytes, host_limit)
+                found = longest_document(bench, arm, cap_bytes, host_limit, say)
                 yield {**_head(bench, shape, cap_bytes), "row": "one document", **found}
         finally:
             bench.close()
@@ -109,20 +109,31 @@ def _once(step: Step) -> dict[str, Any]:
     return {"seconds": seconds, "peak_bytes": step.peaks[-1] if step.peaks else None}
 
 
-def longest_document(bench: Bench, arm: str, cap_bytes: int, host_limit: float | None) -> dict[str, Any]:
+def longest_document(
+    bench: Bench, arm: str, cap_bytes: int, host_limit: float | None, say: Callable[[str], None]
+) -> dict[str, Any]:
     """The longest single document that went through, and all rows that were tried."""
     card = bench.device.type == "cuda"
-    tried = [attempt(bench, arm, count, host_limit) for count in (PROBES if card else TINY_PROBES)]
+
+    def tried_one(tokens: int, longest: int = LONGEST_DOCUMENT) -> dict[str, Any]:
+        found = attempt(bench, arm, tokens, host_limit, longest)
+        ended = "too much"
+        if found["fits"]:
+            ended = f"{found['seconds']['whole']:.1f} s, peak {(found['peak_bytes'] or 0) / 1e9:.1f} GB"
+        say(f"  {tokens:,} tokens in {found['documents']} documents: {ended}")
+        return found
+
+    tried = [tried_one(count) for count in (PROBES if card else TINY_PROBES)]
     guess = max((one["tokens"] for one in tried if one["fits"]), default=0)
     if card and all(one["fits"] for one in tried):
         guess = predicted_tokens([(one["tokens"], one["peak_bytes"]) for one in tried], cap_bytes)
         for _ in range(TRIES):
-            tried.append(attempt(bench, arm, guess, host_limit))
+            tried.append(tried_one(guess))
             if tried[-1]["fits"]:
                 break
             guess = _shorter(guess)
     for _ in range(TRIES if guess else 0):
-        tried.append(attempt(bench, arm, guess, host_limit, guess))
+        tried.append(tried_one(guess, guess))
         if tried[-1]["fits"]:
             break
         guess = _shorter(guess)
