@@ -2,9 +2,9 @@
 
 The size is a cap on what PyTorch may allocate, so that a large card answers for a smaller one. A try is one forward and
 backward of a row; memory grows in a straight line with the tokens (no attention choice here holds T² anything), so two
-short rows predict the longest one, and tries step down from there. Tries are rows of short documents, whose memory is
-that of one long document and whose attention is not: half a million tokens in one take minutes. Only the length that
-was found is run as one document. MLPs run in tiles, as training has them on rows like these.
+rows predict the longest one, and tries go on from there. They are rows of short documents, whose memory is that of one
+long document and whose attention is not: half a million tokens in one take minutes. Only the length that was found is
+run as one document. MLPs run in tiles, as training has them on rows like these.
 """
 
 import gc
@@ -27,7 +27,11 @@ PROBES = (2 * TILE, 4 * TILE)
 """Rows from whose peaks the longest is predicted; longer than a tile, from where on memory is a straight line."""
 STEP = 2_048
 """Tokens that tries are rounded to."""
-TRIES = 4
+NEAR = 1.02
+"""How much longer a row must be to be worth another try."""
+FARTHER = 4
+LONGER_TRIES, TRIES = 8, 4
+"""Rows of short documents beyond the probes; single documents."""
 LONGEST_DOCUMENT = 8192
 TINY_PROBES = (64, 128)
 TINY_TILE = 32
@@ -114,34 +118,47 @@ def longest_document(
 ) -> dict[str, Any]:
     """The longest single document that went through, and all rows that were tried."""
     card = bench.device.type == "cuda"
+    tried: list[dict[str, Any]] = []
 
-    def tried_one(tokens: int, longest: int = LONGEST_DOCUMENT) -> dict[str, Any]:
-        found = attempt(bench, arm, tokens, host_limit, longest)
-        ended = "too much"
-        if found["fits"]:
-            ended = f"{found['seconds']['whole']:.1f} s, peak {(found['peak_bytes'] or 0) / 1e9:.1f} GB"
-        say(f"  {tokens:,} tokens in {found['documents']} documents: {ended}")
-        return found
+    def fits(tokens: int, longest: int = LONGEST_DOCUMENT) -> bool:
+        tried.append(attempt(bench, arm, tokens, host_limit, longest))
+        say(f"  {tokens:,} tokens in {tried[-1]['documents']} documents: {_ended(tried[-1])}")
+        return bool(tried[-1]["fits"])
 
-    tried = [tried_one(count) for count in (PROBES if card else TINY_PROBES)]
-    guess = max((one["tokens"] for one in tried if one["fits"]), default=0)
-    if card and all(one["fits"] for one in tried):
-        guess = predicted_tokens([(one["tokens"], one["peak_bytes"]) for one in tried], cap_bytes)
-        for _ in range(TRIES):
-            tried.append(tried_one(guess))
-            if tried[-1]["fits"]:
-                break
-            guess = _shorter(guess)
-    for _ in range(TRIES if guess else 0):
-        tried.append(tried_one(guess, guess))
-        if tried[-1]["fits"]:
+    probed = [fits(count) for count in (PROBES if card else TINY_PROBES)]
+    if card and all(probed):
+        _approach(tried, fits, cap_bytes)
+    tokens = max((one["tokens"] for one in tried if one["fits"]), default=0)
+    for _ in range(TRIES if tokens else 0):
+        if fits(tokens, tokens):
             break
-        guess = _shorter(guess)
+        tokens = max(PROBES[-1], tokens * 95 // 100 // STEP * STEP)
     return {**tried[-1], "tried": tried}
 
 
-def _shorter(tokens: int) -> int:
-    return max(PROBES[-1], tokens * 95 // 100 // STEP * STEP)
+def _approach(tried: list[dict[str, Any]], fits: Callable[[int], bool], cap_bytes: int) -> None:
+    """Try longer rows until the next would be within ``NEAR`` of one that fitted.
+
+    What a short row's peak is made of (a tile at work) is not what a long one's is, so each try goes at most
+    ``FARTHER`` times as far as the last and the line is drawn anew through the longest two.
+    """
+    too_long: float = float("inf")
+    for _ in range(LONGER_TRIES):
+        fitted = [(one["tokens"], one["peak_bytes"]) for one in tried if one["fits"]]
+        longest = fitted[-1][0]
+        guess = min(predicted_tokens(fitted[-2:], cap_bytes), FARTHER * longest)
+        if guess >= too_long:
+            guess = int(longest + too_long) // 2 // STEP * STEP
+        if guess <= longest * NEAR:
+            return
+        if not fits(guess):
+            too_long = guess
+
+
+def _ended(found: dict[str, Any]) -> str:
+    if not found["fits"]:
+        return f"too much: {found['reason'][:120]}"
+    return f"{found['seconds']['whole']:.1f} s, peak {(found['peak_bytes'] or 0) / 1e9:.1f} GB"
 
 
 def predicted_tokens(peaks: list[tuple[int, int]], cap_bytes: int) -> int:
