@@ -77,8 +77,8 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def measure(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     """Train the arms, part by part, and write the result after each."""
     import torch
-    from bench_train_step import byte_tokenizer  # beside this script
 
+    from bench_train_step import byte_tokenizer  # beside this script
     from slipstream.bench.document import document
     from slipstream.bench.learning import read
     from slipstream.places import keep_compiled_code

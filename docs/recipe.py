@@ -6,7 +6,6 @@
 Types and bounds are worded by what words the errors about them; the meaning is the docstring below each field.
 """
 
-import argparse
 import ast
 import inspect
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any, get_type_hints
 
+from slipstream.generated_page import markdown_table, page_command
 from slipstream.recipe import REQUIRED, SECTIONS, Recipe
 from slipstream.recipe_text import expected, shown
 
@@ -36,16 +36,7 @@ HEAD = ("key", "takes", "default", "meaning")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page, or compare it; gives the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is not up to date")
-    text = page()
-    if not parser.parse_args(arguments).check:
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    print("docs/recipe.md is not what docs/recipe.py writes; run it", file=sys.stderr)
-    return 1
+    return page_command(str(__doc__), PAGE, "docs/recipe.py", page, arguments)
 
 
 def page() -> str:
@@ -60,11 +51,9 @@ def page() -> str:
 def table(cls: type, items: Sequence["Field[Any]"], prefix: str) -> str:
     """One line a field."""
     hints, meant = get_type_hints(cls, include_extras=True), dict(meanings(cls))
-    lines = [HEAD, ("---",) * len(HEAD)]
-    for item in items:
-        key = prefix + item.name
-        lines.append((f"`{key}`", expected(hints[item.name]), _default(key, item), meant[item.name]))
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+    keys = {prefix + item.name: item for item in items}
+    lines = [(f"`{key}`", expected(hints[o.name]), _default(key, o), meant[o.name]) for key, o in keys.items()]
+    return markdown_table(HEAD, lines)
 
 
 def meanings(cls: type) -> Iterator[tuple[str, str]]:

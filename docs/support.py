@@ -9,7 +9,6 @@ be installed, as it is with every CUDA build of PyTorch for Linux, and xFormers 
 read off their sources.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from slipstream.cost.job import Job
 from slipstream.cost.shape import ModelShape
 from slipstream.decision import Decision
 from slipstream.errors import InputError
+from slipstream.generated_page import markdown_table, page_command
 from slipstream.memory.policy import GIB, Situation, choose_activations
 from slipstream.model.attention import Needs, choose_attention
 from slipstream.model.experts_choice import choose_experts
@@ -81,7 +81,14 @@ SIGNS = {
     },
 }
 """How a test's source shows that it is about a choice."""
-LEFT_OUT = {"bench", "cost", "plan", "report", "test_benchmarks_page.py", "test_places.py", "test_support_page.py"}
+LEFT_OUT = {
+    "bench",
+    "browser",
+    "cost",
+    "plan",
+    "report",
+    *(f"test_{n}.py" for n in ("benchmarks_page", "places", "support_page")),
+}
 """Tests of predictions and benchmarks, and of folders called like a choice."""
 MATRIX = """## Every choice, asked for by name
 
@@ -127,16 +134,7 @@ class Support:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page, or compare it; gives the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is not up to date")
-    text = page()
-    if not parser.parse_args(arguments).check:
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    print("docs/support.md is not what docs/support.py writes; run it", file=sys.stderr)
-    return 1
+    return page_command(str(__doc__), PAGE, "docs/support.py", page, arguments)
 
 
 def page() -> str:
@@ -160,10 +158,8 @@ def everything_installed() -> Iterator[None]:
 def matrix() -> str:
     """Every named choice on each class of devices: done, replaced, or refused."""
     there = [devices()[name] for name in CLASSES.values()]
-    lines = [["dimension", "choice", *(f"`{name}`" for name in CLASSES.values())], ["---"] * (len(there) + 2)]
-    for dimension, choice, ask in asked():
-        lines.append([dimension, choice, *(_outcome(ask, device) for device in there)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    lines = [[dimension, choice, *(_outcome(ask, device) for device in there)] for dimension, choice, ask in asked()]
+    return markdown_table(["dimension", "choice", *(f"`{name}`" for name in CLASSES.values())], lines)
 
 
 def asked() -> Iterator[tuple[str, str, Callable[[Device], str]]]:
@@ -224,10 +220,8 @@ def steps() -> Iterator[str]:
     model = mixture()
     for title, name in CLASSES.items():
         device = devices()[name]
-        lines = [[title, *TRAINED], ["---"] * (len(TRAINED) + 1)]
-        for attention in ATTENTION:
-            lines.append([attention, *(_mode(device, attention, what, model) for what in TRAINED.values())])
-        yield "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+        lines = [[choice, *(_mode(device, choice, what, model) for what in TRAINED.values())] for choice in ATTENTION]
+        yield markdown_table([title, *TRAINED], lines)
 
 
 def _mode(device: Device, attention: str, trained: dict[str, object], model: torch.nn.Module) -> str:
@@ -247,13 +241,13 @@ def tested() -> str:
     """Which test files are about each choice."""
     found = (path.relative_to(TESTS) for path in sorted(TESTS.rglob("test_*.py")))
     sources = {path: (TESTS / path).read_text(encoding="utf-8") for path in found if path.parts[0] not in LEFT_OUT}
-    lines = [["dimension", "choice", "on a CPU", "on a card"], ["---"] * 4]
+    lines = []
     for dimension, choices in SIGNS.items():
         for choice, sign in choices.items():
             about = [path for path, source in sources.items() if re.search(sign, source)]
             cells = [[_short(path) for path in about if (path.parts[0] == "gpu") == card] for card in (False, True)]
             lines.append([dimension, choice, *(", ".join(cell) or "none" for cell in cells)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return markdown_table(["dimension", "choice", "on a CPU", "on a card"], lines)
 
 
 def _short(path: Path) -> str:
@@ -322,11 +316,11 @@ def mixture() -> torch.nn.Module:
 
 def table(found: dict[str, Support]) -> str:
     """One line a device."""
-    lines = [[*HEAD, "mixture step"], ["---"] * (len(HEAD) + 1)]
+    lines = []
     for name, one in found.items():
         choices = (one.attention[0], one.sinks[0], one.activations[0], one.experts[0], one.step[0])
         lines.append([f"`{name}`", one.dtype, *choices, one.mixture_step[0]])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return markdown_table([*HEAD, "mixture step"], lines)
 
 
 def section(title: str, name: str, one: Support) -> str:

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 import slipstream
+from report.test_html import report_of, run_record, step
 from slipstream import cli, doctor
 from slipstream.errors import InputError
 from slipstream.plan import command
@@ -226,10 +227,25 @@ def test_stdout_is_back_after_a_fault(monkeypatch: pytest.MonkeyPatch, call: Any
     assert "a kernel prints" in out
 
 
+def test_a_report_is_made_again(call: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    report_of(folder, run_record(), [step(n) for n in range(1, 4)])
+    (folder / "report.html").unlink()
+    code, out, _ = call("report", str(folder))
+    assert code == 0
+    assert str(folder / "report.html") in out.replace("\n", "")
+    assert "</html>" in (folder / "report.html").read_text()
+    assert json.loads(call("report", str(folder), "--json")[1]) == {"report": str(folder / "report.html")}
+    code, _, err = call("report", str(tmp_path))
+    assert code == 2
+    assert "run" in err
+    assert "Traceback" not in err
+
+
 def test_version_and_commands(call: Any) -> None:
     assert call("--version")[1].startswith("slipstream 0.")
     _, out, _ = call("--help")
-    assert all(f"\n  {name} " in out for name in ("train", "plan", "data", "doctor", "generate", "merge"))
+    assert all(f"\n  {name} " in out for name in ("train", "plan", "data", "doctor", "report", "generate", "merge"))
 
 
 def test_python_m_slipstream_is_the_same() -> None:

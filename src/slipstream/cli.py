@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from slipstream.bench import known_shapes
 from slipstream.errors import InputError, ToldElsewhereError
 from slipstream.versions import SLIPSTREAM
 
@@ -46,7 +47,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-bench_app = typer.Typer(help="Measure an optimisation, on against off in one process.", no_args_is_help=True)
+bench_app = typer.Typer(
+    help="Measure an optimisation, on against off in one process.",
+    no_args_is_help=True,
+)
 app.add_typer(bench_app, name="bench")
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
@@ -178,6 +182,21 @@ def doctor(
 
 
 @app.command()
+def report(
+    run_folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, as train wrote it.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Make a run's report.html again, from its records; also of a run that was cut short."""
+    with _output(as_json) as emit:
+        with _importing():
+            from slipstream.report.html import write_report
+
+        path = write_report(Path(run_folder))
+        _console(stderr=as_json).print(f"report: {path}")
+        emit({"report": str(path)})
+
+
+@app.command()
 def generate(
     run_folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, as train wrote it.")],
     prompt: Annotated[str, typer.Option("--prompt", help="What to ask the tuned model.")],
@@ -226,20 +245,40 @@ def merge(
         emit(results.merge(run_folder, out, dtype=dtype, console=_console(stderr=as_json)).to_dict())
 
 
+def _asked(flag: str, about: str, default: object, **more: Any) -> Any:
+    """An option whose default depends on the device: told by ``--help``, and put in by the benchmark."""
+    return typer.Option(flag, help=about, show_default=str(default), **more)
+
+
+def _shapes(default: known_shapes.Default[tuple[str, ...]], known: Iterable[str] = known_shapes.ALL) -> Any:
+    return _asked("--shape", f"Shapes of models, separated by commas: {', '.join(known)}.", default)
+
+
+PACKING_ROWS = "on a card 2048 and the longest whose dense masks fit, else 256"
+OFFLOAD_ROWS = "by shape 49152 or 24576 on a card, else 256"
+OFFLOAD_LAYERS = "8 on a card, all for --part longest and document"
+OFFLOAD_MODE = "eager; on a card compiled for --part longest and document"
+EXPERTS_ROUNDS = f"{known_shapes.EXPERTS_ROUNDS}; of steps {known_shapes.EXPERTS_STEP_ROUNDS}"
+
+
 @bench_app.command("packing")
 def bench_packing(
     as_json: JsonOption = False,
     csv: Annotated[Path | None, typer.Option("--csv", help="Append the comparisons to this CSV file.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")] = None,
-    shape: Annotated[str | None, typer.Option("--shape", help="Shapes of models, separated by commas.")] = None,
-    tokens: Annotated[str | None, typer.Option("--tokens", help="Tokens of the rows, separated by commas.")] = None,
-    attention: Annotated[str | None, typer.Option("--attention", help="Choices of attention, by commas.")] = None,
+    shape: Annotated[str | None, _shapes(known_shapes.PACKING_SHAPES)] = None,
+    tokens: Annotated[str | None, _asked("--tokens", "Tokens of the rows, separated by commas.", PACKING_ROWS)] = None,
+    attention: Annotated[
+        str | None, _asked("--attention", "varlen, flex, xformers, sdpa; separated by commas.", "all")
+    ] = None,
     activations: Annotated[str, typer.Option("--activations", help="keep, recompute, or both by a comma.")] = (
         "keep,recompute"
     ),
-    rounds: Annotated[int | None, typer.Option("--rounds", min=2, help="Timed rounds of all arms.")] = None,
-    layers: Annotated[int | None, typer.Option("--layers", help="Fewer layers than the shapes have.")] = None,
-    part: Annotated[str, typer.Option("--part", help="layer or all.")] = "all",
+    rounds: Annotated[
+        int | None, _asked("--rounds", "Timed rounds of all arms.", known_shapes.PACKING_ROUNDS, min=2)
+    ] = None,
+    layers: Annotated[int | None, _asked("--layers", "Fewer layers than the shapes have.", "all")] = None,
+    part: Annotated[str, typer.Option("--part", help="layer (builds and one layer) or all (and steps).")] = "all",
     nf4: Annotated[bool, typer.Option("--nf4", help="Base weights in four bits (bitsandbytes).")] = False,
 ) -> None:
     """Boundaries built once a batch against once a layer: the published measurement, on this device."""
@@ -252,20 +291,31 @@ def bench_offload(
     as_json: JsonOption = False,
     csv: Annotated[Path | None, typer.Option("--csv", help="Append the comparisons to this CSV file.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")] = None,
-    shape: Annotated[str | None, typer.Option("--shape", help="Shapes of models, separated by commas.")] = None,
-    tokens: Annotated[str | None, typer.Option("--tokens", help="Tokens of the rows, separated by commas.")] = None,
-    rounds: Annotated[int | None, typer.Option("--rounds", min=2, help="Timed rounds of all arms.")] = None,
-    layers: Annotated[int | None, typer.Option("--layers", help="Fewer layers than the shapes have.")] = None,
+    shape: Annotated[str | None, _shapes(known_shapes.OFFLOAD_SHAPES)] = None,
+    tokens: Annotated[str | None, _asked("--tokens", "Tokens of the rows, separated by commas.", OFFLOAD_ROWS)] = None,
+    rounds: Annotated[
+        int | None, _asked("--rounds", "Timed rounds of all arms.", known_shapes.OFFLOAD_ROUNDS, min=2)
+    ] = None,
+    layers: Annotated[
+        int | None,
+        _asked("--layers", "Fewer layers than the shapes have.", OFFLOAD_LAYERS),
+    ] = None,
     part: Annotated[str, typer.Option("--part", help="reload, longest (rows that fit), document or all.")] = "reload",
     host_limit: Annotated[
-        float | None, typer.Option("--host-limit", help="GiB of host memory; 80% of what is free if not given.")
+        float | None, typer.Option("--host-limit", help="GiB of host memory.", show_default="80% of what is free")
     ] = None,
     mode: Annotated[
-        str | None, typer.Option("--mode", help="eager or compiled layers; by default eager for --part reload.")
+        str | None,
+        typer.Option("--mode", help="eager or compiled layers.", show_default=OFFLOAD_MODE),
     ] = None,
     cap: Annotated[float, typer.Option("--cap", help="GB of device memory for --part longest.")] = 80.0,
     arms: Annotated[
-        str | None, typer.Option("--arms", help="For --part longest and document: offload-2, recompute or both.")
+        str | None,
+        typer.Option(
+            "--arms",
+            help="For --part longest and document: offload-2, recompute; separated by a comma.",
+            show_default="both",
+        ),
     ] = None,
 ) -> None:
     """Layer inputs offloaded and reloaded ahead: the published measurement, on this device."""
@@ -278,12 +328,14 @@ def bench_step(
     as_json: JsonOption = False,
     csv: Annotated[Path | None, typer.Option("--csv", help="Append the modes' times to this CSV file.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")] = None,
-    shape: Annotated[str | None, typer.Option("--shape", help="Shapes of models, separated by commas.")] = None,
-    tokens: Annotated[int | None, typer.Option("--tokens", help="Tokens of the row.")] = None,
+    shape: Annotated[str | None, _shapes(known_shapes.STEP_SHAPES)] = None,
+    tokens: Annotated[int | None, _asked("--tokens", "Tokens of the row.", known_shapes.STEP_TOKENS)] = None,
     activations: Annotated[str, typer.Option("--activations", help="keep, recompute, offload or auto.")] = "keep",
-    mode: Annotated[str | None, typer.Option("--mode", help="eager, compiled, captured; separated by commas.")] = None,
-    rounds: Annotated[int | None, typer.Option("--rounds", min=2, help="Timed rounds of all modes.")] = None,
-    layers: Annotated[int | None, typer.Option("--layers", help="Fewer layers than the shapes have.")] = None,
+    mode: Annotated[str | None, _asked("--mode", "eager, compiled, captured; separated by commas.", "all")] = None,
+    rounds: Annotated[
+        int | None, _asked("--rounds", "Timed rounds of all modes.", known_shapes.STEP_ROUNDS, min=2)
+    ] = None,
+    layers: Annotated[int | None, _asked("--layers", "Fewer layers than the shapes have.", "all")] = None,
 ) -> None:
     """Whole steps, eager, compiled and captured, beside the time that their matrix products take at best."""
     words = {"shape": shape, "tokens": tokens, "rounds": rounds, "layers": layers}
@@ -295,11 +347,13 @@ def bench_experts(
     as_json: JsonOption = False,
     csv: Annotated[Path | None, typer.Option("--csv", help="Append the comparisons to this CSV file.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")] = None,
-    shape: Annotated[str | None, typer.Option("--shape", help="Shapes of mixtures, separated by commas.")] = None,
-    tokens: Annotated[int | None, typer.Option("--tokens", help="Tokens of the row.")] = None,
-    adapters: Annotated[str | None, typer.Option("--adapters", help="attention, experts, or both by a comma.")] = None,
-    rounds: Annotated[int | None, typer.Option("--rounds", min=2, help="Timed rounds; steps take a quarter.")] = None,
-    layers: Annotated[int | None, typer.Option("--layers", help="Decoder layers of the steps.")] = None,
+    shape: Annotated[str | None, _shapes(known_shapes.EXPERTS_SHAPES, known_shapes.MIXTURES)] = None,
+    tokens: Annotated[int | None, _asked("--tokens", "Tokens of the row.", known_shapes.EXPERTS_TOKENS)] = None,
+    adapters: Annotated[str | None, _asked("--adapters", "attention, experts; separated by a comma.", "both")] = None,
+    rounds: Annotated[int | None, _asked("--rounds", "Timed rounds.", EXPERTS_ROUNDS, min=2)] = None,
+    layers: Annotated[
+        int | None, _asked("--layers", "Decoder layers of the steps.", known_shapes.EXPERTS_LAYERS)
+    ] = None,
     part: Annotated[str, typer.Option("--part", help="layer, scaling, step or all.")] = "all",
 ) -> None:
     """Routing by one sort against a look-up for each expert, and whole steps beside transformers'."""
@@ -312,10 +366,12 @@ def bench_all(
     as_json: JsonOption = False,
     csv: Annotated[Path | None, typer.Option("--csv", help="Append the gains to this CSV file.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")] = None,
-    shape: Annotated[str | None, typer.Option("--shape", help="Shapes of models, separated by commas.")] = None,
-    tokens: Annotated[int | None, typer.Option("--tokens", help="Tokens of the row.")] = None,
-    layers: Annotated[int | None, typer.Option("--layers", help="Decoder layers; 8 on a card.")] = None,
-    rounds: Annotated[int | None, typer.Option("--rounds", min=2, help="Timed rounds of all arms.")] = None,
+    shape: Annotated[str | None, _shapes(known_shapes.TOGETHER_SHAPES)] = None,
+    tokens: Annotated[int | None, _asked("--tokens", "Tokens of the row.", known_shapes.TOGETHER_TOKENS)] = None,
+    layers: Annotated[int | None, _asked("--layers", "Decoder layers.", "8 on a card, else all")] = None,
+    rounds: Annotated[
+        int | None, _asked("--rounds", "Timed rounds of all arms.", known_shapes.TOGETHER_ROUNDS, min=2)
+    ] = None,
     attention: Annotated[str, typer.Option("--attention", help="auto, varlen, flex, xformers or sdpa.")] = "auto",
 ) -> None:
     """Every optimisation off, each alone, the published ones together, everything on."""
@@ -326,7 +382,11 @@ def bench_all(
 def _bench(name: str, as_json: bool, out: Path | None, csv: Path | None, **words: Any) -> None:
     """Run a benchmark: ``bench/<name>_command.py`` makes options of the words and measures what they ask for."""
     with _output(as_json) as emit:
-        command = import_module(f"slipstream.bench.{name}_command")
+        with _importing():
+            from slipstream.prepare import quiet_libraries
+
+            command = import_module(f"slipstream.bench.{name}_command")
+        quiet_libraries()
         result, last_line = command.run(command.options(**words), _console(stderr=as_json), out=out, csv=csv)
         emit(result)
     if not as_json:

@@ -46,7 +46,8 @@ def test_one_layer_is_compared_with_the_reference() -> None:
     for one in row["comparisons"]:
         assert one["against"] == "where-loop"
         assert one["saved_low"] <= one["saved_seconds"] <= one["saved_high"]
-        assert one["gain"] == pytest.approx(one["seconds"] / one["ours_seconds"] - 1)
+        assert one["gain"] == pytest.approx(one["saved_seconds"] / (one["seconds"] - one["saved_seconds"]))
+        assert one["ratio"] == pytest.approx(1 + one["gain"])
     arm = row["arms"]["grouped"]["seconds"]
     assert arm["forward"] + arm["backward"] == pytest.approx(arm["whole"], rel=0.5)
 
@@ -176,7 +177,42 @@ def test_what_does_not_fit_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(experts, "layer_row", full)
     result = experts.run(experts.ExpertsBench(part="layer", tokens=64, rounds=2), lambda _: None)
-    assert result["rows"] == [{"refused": "out of memory: no memory"}]
+    assert result["rows"] == [{"refused": "out of memory"}]
+
+
+@pytest.mark.parametrize(("asked", "layer", "step"), [(8, 8, 8), (None, 3, 2)])
+def test_as_many_rounds_as_asked_for(asked: int | None, layer: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def layer_row(shape: str, tokens: int, rounds: int, *_: Any) -> dict[str, Any]:
+        seen.append(rounds)
+        return {"part": "layer"}
+
+    def step_row(case: StepCase, _: Any) -> dict[str, Any]:
+        seen.append(case.rounds)
+        return {"part": "step"}
+
+    monkeypatch.setattr(experts, "layer_row", layer_row)
+    monkeypatch.setattr(experts, "step_row", step_row)
+    monkeypatch.setattr(experts, "scaling_row", layer_row)
+    experts.run(experts.ExpertsBench(part="step", tokens=64, rounds=asked), lambda _: None)
+    assert seen == [step, step]
+    experts.run(experts.ExpertsBench(part="layer", tokens=64, rounds=asked), lambda _: None)
+    assert seen[2:] == [layer]
+
+
+def test_every_arm_of_a_step_is_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[dict[str, int]] = []
+    measured = experts_arms.measure
+
+    def counting(*words: Any) -> Any:
+        times = measured(*words)
+        counts.append({name: len(parts["whole"]) for name, parts in times.items()})
+        return times
+
+    monkeypatch.setattr(experts_arms, "measure", counting)
+    row = step_row(StepCase("tiny-mixture", 2, 64, False, 3, CPU))
+    assert counts == [dict.fromkeys(row["arms"], 3)]
 
 
 def test_a_run_cut_short_has_written_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +225,9 @@ def test_a_run_cut_short_has_written_what_it_measured(tmp_path: Path, monkeypatc
     asked = experts_command.options(part="scaling", tokens=64)
     with pytest.raises(KeyboardInterrupt):
         experts_command.run(asked, Console(stderr=True), out=tmp_path / "r.json")
-    assert json.loads((tmp_path / "r.json").read_text())["rows"] == [scaled(8, 1.0)]
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert written["rows"] == [scaled(8, 1.0)]
+    assert written["asked"][1] == "routing 64 tokens to 16 experts"
 
 
 @pytest.mark.parametrize(

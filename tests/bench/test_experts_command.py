@@ -40,7 +40,7 @@ def test_json_is_one_document_and_files_are_written(call, tmp_path: Path) -> Non
 
 
 def test_tables_end_with_a_line_for_machines(call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "step_row", lambda case: {"refused": f"{case.layers} layers are too many"})
+    monkeypatch.setattr(experts, "step_row", lambda case, _: {"refused": f"{case.layers} layers are too many"})
     code, out, _ = call(*QUICK, "--adapters", "attention")
     assert code == 0
     last = json.loads(out.splitlines()[-1])

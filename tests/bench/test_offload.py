@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.bench import offload
+from slipstream.bench import offload, offload_table
 from slipstream.bench.harness import WHOLE
 from slipstream.bench.offload import ARMS, GradientsDifferError, OffloadBench, cases, comparisons, csv_rows, prove_equal
 from slipstream.bench.offload_arms import AUTO, BACKWARD, DOUBLE, FORWARD, RECOMPUTE, SINGLE, UPDATE, Bench, Row, steps
@@ -41,9 +41,23 @@ def test_a_case_is_measured_whole(result: dict[str, Any]) -> None:
         assert copies["out_bytes"] == copies["back_bytes"] == 2 * row["input_bytes"]
         assert copies["traced"] is None
         assert 0 < copies["link_share"]["back"] < 1
-    c, g = row["c"], row["g"]
-    assert row["predicted"]["T_single"] - row["predicted"]["T_double"] == pytest.approx(2 * min(c, g))
-    assert row["link_bytes_per_second"]["back"] == pytest.approx(row["input_bytes"] / c)
+    assert row["link_bytes_per_second"]["back"] == pytest.approx(row["input_bytes"] / row["c"])
+
+
+def test_without_a_card_there_is_nothing_to_predict(result: dict[str, Any]) -> None:
+    (row,) = result["rows"]
+    assert row["predicted"] is None
+    assert row["not_measured"].startswith("nothing was measured: without a card no input leaves the device")
+    assert {(one["predicted_seconds"], one["holds"]) for one in row["comparisons"]} == {(None, None)}
+    told = offload_table.summary(result)
+    assert (told["predictions"], told["held"], told["left_out"]) == (0, 0, 1)
+    assert told["largest_ratio_to_recompute"] is None
+
+
+def test_both_schedules_are_predicted() -> None:
+    c, g = 0.01, 0.03
+    found = offload._predicted(3, c, g)
+    assert found["T_single"] - found["T_double"] == pytest.approx(found["saved"]) == pytest.approx(2 * min(c, g))
 
 
 def test_every_comparison_is_there_and_flat(result: dict[str, Any]) -> None:
@@ -60,18 +74,18 @@ def test_every_comparison_is_there_and_flat(result: dict[str, Any]) -> None:
 
 
 def test_what_is_compared() -> None:
-    """Three layers, c 10 ms and g 30 ms: the second buffer saves 20 ms."""
+    """The second buffer saves 20 ms, of 125."""
     times = {
         name: {part: [seconds, seconds + 0.001] for part in (BACKWARD, WHOLE)}
         for name, seconds in ((RECOMPUTE, 0.1), (SINGLE, 0.125), (DOUBLE, 0.105), (AUTO, 0.105))
     }
-    first, *_, last = comparisons(times, 3, 0.01, 0.03)
+    first, *_, last = comparisons(times, 0.02)
     assert first["predicted_seconds"] == pytest.approx(0.02)
     assert first["saved_seconds"] == pytest.approx(0.02)
     assert first["holds"]
     assert last["ratio"] == pytest.approx(1.05, abs=1e-3)
     assert last["holds"] is None
-    (off, *_) = comparisons(times, 3, 0.015, 0.03)
+    (off, *_) = comparisons(times, 0.03)
     assert not off["holds"]
 
 

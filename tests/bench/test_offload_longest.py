@@ -8,7 +8,8 @@ import torch
 
 from slipstream.bench import offload_longest
 from slipstream.bench.offload_arms import DOUBLE, RECOMPUTE, Bench
-from slipstream.bench.offload_longest import attempt, longest_document, predicted_tokens, rows
+from slipstream.bench.offload_longest import Longest, attempt, longest_document, predicted_tokens, rows
+from slipstream.bench.progress import Progress
 from slipstream.bench.shapes import shape_config
 
 CPU = torch.device("cpu")
@@ -22,14 +23,9 @@ def bench() -> Iterator[Bench]:
 
 
 def test_rows_of_both_arms() -> None:
-    asked: dict[str, Any] = {
-        "mode": "eager",
-        "packed": (128,),
-        "document": True,
-        "cap_bytes": 10**9,
-        "host_limit": None,
-    }
-    found = list(rows(shape_config("tiny", 2), "tiny", CPU, say=lambda _: None, **asked))
+    wanted = Longest(shape="tiny", mode="eager", packed=(128,), document=True, cap_bytes=10**9, host_limit=None)
+    said: list[str] = []
+    found = list(rows(shape_config("tiny", 2), wanted, CPU, Progress(said.append, 4, CPU)))
     assert [(row["arm"], row["row"], row["fits"]) for row in found] == [
         (DOUBLE, "packed", True),
         (RECOMPUTE, "packed", True),
@@ -38,6 +34,12 @@ def test_rows_of_both_arms() -> None:
     ]
     assert all(row["part"] == "longest" and row["layers"] == 2 and row["cap_bytes"] == 10**9 for row in found)
     assert [row["documents"] for row in found] == [1] * 4
+    assert all("nothing was measured" in row["not_measured"] for row in found)
+    assert [line.split(": ", 1)[1] for line in said if " of 4: " in line] == wanted.names()
+    assert wanted.names()[::2] == [
+        "longest: tiny, offload-2, a row of 128 tokens",
+        "longest: tiny, offload-2, the longest single document",
+    ]
 
 
 def test_a_row_that_does_not_fit_says_why(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +53,7 @@ def test_a_row_that_does_not_fit_says_why(bench: Bench, monkeypatch: pytest.Monk
     monkeypatch.setattr(offload_longest, "_once", out_of_memory)
     found = attempt(bench, RECOMPUTE, 64, None)
     assert not found["fits"]
-    assert found["reason"] == "CUDA out of memory. Tried to allocate"
+    assert found["reason"] == "out of memory"
     assert not any(layer.gradient_checkpointing for layer in bench.base.model.layers)
 
 

@@ -2,7 +2,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.bench.statistics import Interval, Verdict, bootstrap_interval, paired_differences
+from slipstream.bench.statistics import (
+    Interval,
+    Verdict,
+    bootstrap_interval,
+    paired_differences,
+    saving,
+    verdict_word,
+)
 from slipstream.errors import InputError
 
 SERIES = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=30)
@@ -45,6 +52,40 @@ def test_one_odd_round_does_not_move_it() -> None:
 def test_one_round_gives_no_interval() -> None:
     with pytest.raises(InputError, match=r"1 round.*at least 2"):
         bootstrap_interval([1.0])
+
+
+TIMES = st.floats(1e-3, 1e3)
+ROUNDS = st.lists(st.tuples(TIMES, TIMES), min_size=2, max_size=20)
+
+
+@settings(deadline=None)
+@given(ROUNDS)
+def test_what_is_saved_and_what_is_gained_never_contradict(rounds: list[tuple[float, float]]) -> None:
+    found = saving([slow for slow, _ in rounds], [fast for _, fast in rounds])
+    for name in ("median", "low", "high"):
+        saved, gain, longer = (getattr(one, name) for one in (found.saved, found.gain, found.times_as_long))
+        assert gain > -1
+        assert longer > 0
+        if name == "median":
+            assert (saved > 0, saved < 0) == (gain > 0, gain < 0) == (longer < 1, longer > 1)
+    assert found.gain.low <= found.gain.high
+
+
+def test_one_estimate_where_the_arms_own_medians_say_otherwise() -> None:
+    slower, faster = [0.05, 0.10, 0.30, 0.11, 0.12], [0.04, 0.09, 0.29, 0.25, 0.26]  # the last two beside a neighbour
+    found = saving(slower, faster)
+    assert found.ours_seconds > found.seconds
+    assert found.saved.median == pytest.approx(0.01)
+    assert found.gain.median == pytest.approx(0.01 / (0.11 - 0.01))
+    assert found.times_as_long.median == pytest.approx(1 - 0.01 / 0.11)
+    assert found.times_as_long.low <= found.times_as_long.high
+
+
+@pytest.mark.parametrize(
+    ("holds", "low", "word"), [(None, 1.0, ""), (True, 0.5, "holds"), (True, -0.5, "noise"), (False, -0.5, "off")]
+)
+def test_verdicts_in_a_word(holds: bool | None, low: float, word: str) -> None:
+    assert verdict_word({"holds": holds, "saved_low": low, "saved_high": 2.0}) == word
 
 
 def test_differences_are_taken_within_a_round() -> None:

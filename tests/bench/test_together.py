@@ -43,6 +43,7 @@ def test_both_shapes_on_a_cpu(untranslated, monkeypatch, capfd, tmp_path: Path) 
     mixture, dense = result["rows"]
     assert list(mixture["arms"]) == [OFF, PACKING, RELOAD, EXPERTS, STEP, PUBLISHED, ALL]
     assert list(dense["arms"]) == [OFF, PACKING, RELOAD, STEP, PUBLISHED, ALL]
+    assert (mixture["left_out"], dense["left_out"]) == ({}, {EXPERTS: "a dense model has no experts"})
     for row in (mixture, dense):
         arms = row["arms"]
         built = {name: arm["boundaries"] for name, arm in arms.items()}

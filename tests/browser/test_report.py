@@ -28,6 +28,20 @@ HEIGHTS = {1280: 3900, 390: 5100}
 SCHEMES = {"dark": 0, "light": 1}
 """As Blink numbers them."""
 ASK = """<script>
+// Words that stand on two lines: of plain words, since paths and digests may be broken anywhere.
+function words(elements) {
+  const found = [], range = document.createRange();
+  const texts = [...elements].filter(one => !one.closest("pre, svg")).flatMap(one => [...one.childNodes]);
+  for (const text of texts.filter(one => one.nodeType == Node.TEXT_NODE)) {
+    for (const word of text.data.matchAll(/[A-Za-z]{2,24}/g)) {
+      range.setStart(text, word.index);
+      range.setEnd(text, word.index + word[0].length);
+      const lines = new Set([...range.getClientRects()].map(box => Math.round(box.top)));
+      if (lines.size > 1) found.push(word[0]);
+    }
+  }
+  return found;
+}
 addEventListener("load", () => {
   const shown = [...document.querySelectorAll(".plot")].filter(plot => plot.getClientRects().length);
   const parts = [...document.querySelectorAll("main *")].filter(one => one.getClientRects().length);
@@ -40,6 +54,7 @@ addEventListener("load", () => {
     figures: document.querySelectorAll("figure").length,
     empty: drawn.filter(box => box.width < 100 || box.height < 40).length,
     ink: getComputedStyle(document.body).color, paper: getComputedStyle(document.body).backgroundColor,
+    broken: words(document.querySelectorAll("h1, h2, h3, p, dt, dd, th, td, li, span")),
     small: shown.flatMap(plot => [...plot.querySelectorAll("svg text")]).filter(
       text => text.getClientRects().length && text.getBoundingClientRect().height < 8).length,
   }), "*");
@@ -64,10 +79,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"name": "several ranks", "on": False, "reason": "one process"},
     ]
     parts = [{"name": name, "bytes": size * 2**27} for name, size in (("weights", 9), ("activations", 14), ("loss", 4))]
-    plan = {**PLAN, "memory": {"device": parts, "host": []}}
+    plan = {**PLAN, "seconds": 751.0, "memory": {"device": parts, "host": []}}
     run = run_record(packing={"train": PACKING, "eval": None}, plan=plan, decisions=decisions)
     evals = [EvalRecord(0, 2.75, 900, 1.0), EvalRecord(50, 1.625, 900, 1.0)]
-    report_of(folder, run, [step(n, learning_rate=2e-4 * (1 - n / 51)) for n in range(1, 51)], evals)
+    report_of(folder, run, [step(n, seconds=15.0, learning_rate=2e-4 * (1 - n / 51)) for n in range(1, 51)], evals)
     (folder / "timeline.json").write_text(json.dumps(TIMELINE))
     return write_report(folder)
 
@@ -102,6 +117,7 @@ def test_the_report_as_it_is_seen(chromium: str, report: Path, width: int, schem
     assert told["width"] == width
     assert told["page"] <= width, told["wide"]
     assert told["wide"] == []
+    assert told["broken"] == []
     assert {"Memory by part", "One step"} <= set(told["plots"])
     assert told["figures"] >= 6
     assert len(told["plots"]) == len(set(told["plots"])) == told["figures"]  # one of each figure's two is shown

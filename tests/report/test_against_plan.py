@@ -44,8 +44,9 @@ def test_predicted_and_measured_with_their_ratio(tmp_path: Path) -> None:
     assert "Device memory at the peak 3.0 GiB 3.0 GiB 1.00" in page.text
     assert "A step 400 ms 500 ms 1.25" in page.text
     assert "Tokens a second 10,000 8,000 0.80" in page.text
-    assert "10.0% of the median step is the time that its matrix products take" in page.text
-    assert "10.0% of the floor" in page.text
+    assert "10.0% of the matrix-product limit" in page.text
+    assert "The matrix-product limit: a step that did nothing but multiply with the model's weights" in page.text
+    assert "would take 50 ms, 10.0% of the median step" in page.text
     assert any(label.startswith("Memory by part. ") and "3.0 GiB were measured" in label for label in labels(page))
 
 
@@ -63,7 +64,7 @@ def test_a_timeline_of_one_step(tmp_path: Path) -> None:
 def test_without_a_plan_nothing_is_said_of_one(tmp_path: Path, plan: Any) -> None:
     page = page_of(tmp_path / "run", plan)
     assert "Plan and run" not in page.text
-    assert "of the floor" not in page.text
+    assert "matrix-product limit" not in page.text
     assert not any(label.startswith(("Memory by part", "One step")) for label in labels(page))
 
 

@@ -22,12 +22,24 @@ import torch
 
 from slipstream.bench.document import document
 from slipstream.bench.experts_arms import StepCase, layer_row, scaling_row, step_row
-from slipstream.bench.shapes import MIXTURES, random_documents, shape_config
+from slipstream.bench.known_shapes import (
+    EXPERTS_LAYERS,
+    EXPERTS_ROUNDS,
+    EXPERTS_SHAPES,
+    EXPERTS_STEP_ROUNDS,
+    EXPERTS_TOKENS,
+    MIXTURES,
+)
+from slipstream.bench.no_memory import out_of_memory
+from slipstream.bench.progress import Progress
+from slipstream.bench.shapes import random_documents, shape_config
 from slipstream.errors import InputError
 
 Part = Literal["layer", "scaling", "step", "all"]
 Say = Callable[[str], None]
 Save = Callable[[dict[str, Any]], None]
+Measured = Callable[[Progress], dict[str, Any]]
+"""A case, ready to be measured."""
 COUNTS = (8, 16, 32, 64, 128, 256)
 """Experts of the part ``scaling``."""
 ADAPTERS = ("attention", "experts")
@@ -62,7 +74,7 @@ class ExpertsBench:
     part: Part = "all"
     """``layer``, ``scaling``, ``step`` or ``all``."""
     rounds: int | None = None
-    """Timed rounds of layers and routing (20 on a card, else 3); a step takes a quarter of them, at least 2."""
+    """Timed rounds; of layers and routing 20 on a card, else 3, of steps 5 and 2."""
     layers: int | None = None
     """Decoder layers of the steps; on a card 12, of ``tiny-mixture`` 2."""
 
@@ -90,27 +102,29 @@ def run(options: ExpertsBench, say: Say, save: Save = _nowhere) -> dict[str, Any
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[dict[str, Any]] = []
     more = {"published": dict(PUBLISHED), "bars": {**BARS, "routing": ROUTING_BAR}}
-    result = document("experts", device, rows, **more)
-    for name, measured in _cases(options, device):
-        say(name)
-        rows.append(_row(measured))
+    cases = list(_cases(options, device))
+    result = document("experts", device, rows, asked=[name for name, _ in cases], **more)
+    progress = Progress(say, len(cases), device)
+    for name, measured in cases:
+        progress.case(name)
+        rows.append(_row(measured, progress))
         save(result)
     return result
 
 
-def _row(measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _row(measured: Measured, progress: Progress) -> dict[str, Any]:
     try:
-        return measured()
+        return measured(progress)
     except torch.OutOfMemoryError as error:
-        return {"refused": f"out of memory: {str(error).splitlines()[0]}"}
+        return {"refused": out_of_memory(error)}
 
 
-def _cases(options: ExpertsBench, device: torch.device) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def _cases(options: ExpertsBench, device: torch.device) -> Iterator[tuple[str, Measured]]:
     """What is measured, by a name for the progress line."""
     card = device.type == "cuda"
-    shapes = options.shapes or (("gpt-oss-20b", "qwen3-30b-a3b") if card else ("tiny-mixture",))
-    tokens = options.tokens or (4096 if card else 128)
-    rounds = options.rounds or (20 if card else 3)
+    shapes = options.shapes or EXPERTS_SHAPES.on(card)
+    tokens = options.tokens or EXPERTS_TOKENS.on(card)
+    rounds = options.rounds or EXPERTS_ROUNDS.on(card)
     if options.part in ("layer", "all"):
         yield f"one layer of {shapes[0]}, {tokens:,} tokens", partial(layer_row, shapes[0], tokens, rounds, device)
     if options.part in ("scaling", "all"):
@@ -119,6 +133,7 @@ def _cases(options: ExpertsBench, device: torch.device) -> Iterator[tuple[str, C
             yield f"routing {tokens:,} tokens to {experts} experts", measured
     if options.part in ("step", "all"):
         for shape, adapters in product(shapes, options.adapters):
-            layers = options.layers or (12 if card else 2)
-            case = StepCase(shape, layers, tokens, adapters == "experts", max(2, rounds // 4), device)
+            layers = options.layers or EXPERTS_LAYERS.on(card)
+            rounds = options.rounds or EXPERTS_STEP_ROUNDS.on(card)
+            case = StepCase(shape, layers, tokens, adapters == "experts", rounds, device)
             yield f"steps of {shape}, {layers} layers, adapters on {adapters}", partial(step_row, case)

@@ -29,8 +29,9 @@ from transformers import AutoModelForCausalLM
 from slipstream.bench.experts_reference import ROUTINGS, HostQueries, use_where, where_experts
 from slipstream.bench.harness import WHOLE, Arm, Times, clock_for, measure
 from slipstream.bench.packing_arms import BACKWARD, FORWARD, Outcome, PackedStep, ResultsDifferError, Workbench
+from slipstream.bench.progress import Progress
 from slipstream.bench.shapes import adapted_model, bench_dtype, random_documents, shape_config
-from slipstream.bench.statistics import bootstrap_interval, paired_differences
+from slipstream.bench.statistics import saving
 from slipstream.device.feed import PackedCollator
 from slipstream.device.segments import Segments
 from slipstream.model.experts import ExpertsForward, grouped_experts, looped_experts
@@ -110,7 +111,9 @@ class _Layer:
         return [tensor.detach().float().clone() for tensor in (output, *gradients)], queries.count
 
 
-def layer_row(shape: str, tokens: int, rounds: int, device: torch.device) -> dict[str, Any]:
+def layer_row(
+    shape: str, tokens: int, rounds: int, device: torch.device, progress: Progress | None = None
+) -> dict[str, Any]:
     """One mixture layer's forward and backward, each arm against the reference."""
     layer = _Layer.of(shape, tokens, device)
     dtype = bench_dtype(device)
@@ -123,9 +126,9 @@ def layer_row(shape: str, tokens: int, rounds: int, device: torch.device) -> dic
         name: Arm({FORWARD: layer.forward, BACKWARD: layer.backward}, partial(layer.prepare, function))
         for name, function in LAYER_ARMS.items()
     }
-    times = _of_one(measure(arms, rounds, WARMUP, clock_for(device)))
+    times = _of_one(measure(arms, rounds, WARMUP, clock_for(device), progress))
     for name in arms:
-        shown[name]["seconds"] = {part: _median(values) for part, values in times[name].items()}
+        shown[name]["seconds"] = {part: statistics.median(values) for part, values in times[name].items()}
     parts = (FORWARD, BACKWARD, WHOLE)
     return {
         "part": "layer",
@@ -150,7 +153,9 @@ def _nearby(name: str, ours: list[torch.Tensor], theirs: list[torch.Tensor], lim
 # Routing alone
 
 
-def scaling_row(experts: int, tokens: int, rounds: int, device: torch.device, top_k: int = 4) -> dict[str, Any]:
+def scaling_row(
+    experts: int, tokens: int, rounds: int, device: torch.device, progress: Progress | None = None, top_k: int = 4
+) -> dict[str, Any]:
     """What each variant asks the device for, and how long it takes to know whose tokens are whose."""
     draw = torch.Generator(device).manual_seed(0)
     scores = torch.rand(tokens, experts, generator=draw, device=device)
@@ -169,9 +174,9 @@ def scaling_row(experts: int, tokens: int, rounds: int, device: torch.device, to
         return Arm({FORWARD: chain})
 
     arms = {name: repeated(routing) for name, routing in ROUTINGS.items()}
-    times = _of_one(measure(arms, rounds, WARMUP, clock_for(device)))
+    times = _of_one(measure(arms, rounds, WARMUP, clock_for(device), progress))
     for name in ROUTINGS:
-        shown[name]["seconds"] = _median(times[name][WHOLE])
+        shown[name]["seconds"] = statistics.median(times[name][WHOLE])
     return {"part": "scaling", "experts": experts, "tokens": tokens, "top_k": top_k, "rounds": rounds, "arms": shown}
 
 
@@ -190,8 +195,8 @@ class StepCase:
     device: torch.device
 
 
-def step_row(case: StepCase) -> dict[str, Any]:
-    """Whole steps with each kind of experts; transformers' eager ones, many times slower, in fewer rounds."""
+def step_row(case: StepCase, progress: Progress | None = None) -> dict[str, Any]:
+    """Whole steps with each kind of experts, all in the same rounds."""
     row: dict[str, Any] = {
         "part": "step",
         "shape": case.shape,
@@ -204,17 +209,14 @@ def step_row(case: StepCase) -> dict[str, Any]:
     try:
         steps = _steps(case, bench)
         row["arms"] = _prove(steps, STEP_LIMIT[bench.dtype])
-        fast = {name: step.arm() for name, step in steps.items() if name != STOCK_EAGER}
-        times = measure(fast, case.rounds, 1, clock_for(case.device))
-        slow = measure({name: steps[name].arm() for name in (GROUPED, STOCK_EAGER)}, 2, 0, clock_for(case.device))
-        times[STOCK_EAGER] = slow[STOCK_EAGER]
+        arms = {name: step.arm() for name, step in steps.items()}
+        times = measure(arms, case.rounds, 1, clock_for(case.device), progress)
         for name in steps:
-            row["arms"][name]["seconds"] = {part: _median(values) for part, values in times[name].items()}
+            row["arms"][name]["seconds"] = {part: statistics.median(values) for part, values in times[name].items()}
         row["comparisons"] = [
             *(compare(times, REFERENCE, name, WHOLE) for name in (SORTED, GROUPED)),
             compare(times, SORTED, GROUPED, WHOLE),
-            compare(times, STOCK_GROUPED, GROUPED, WHOLE),
-            compare(slow, STOCK_EAGER, GROUPED, WHOLE),
+            *(compare(times, name, GROUPED, WHOLE) for name in (STOCK_GROUPED, STOCK_EAGER)),
         ]
     finally:
         restore(bench.model)
@@ -368,9 +370,6 @@ def _peak(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-# Comparisons
-
-
 def _of_one(times: Times) -> Times:
     """Seconds of one repeat."""
     return {
@@ -380,23 +379,20 @@ def _of_one(times: Times) -> Times:
 
 
 def compare(times: Times, other: str, ours: str, part: str) -> dict[str, Any]:
-    """Seconds that ``ours`` saves in a part against ``other``; ``gain``: how much more work a second does."""
-    slower, faster = times[other][part], times[ours][part]
-    saved = bootstrap_interval(paired_differences(slower, faster))
-    ratio = _median(slower) / _median(faster)
+    """Seconds that ``ours`` saves in a part against ``other``; ``gain``: how much more work a second does.
+
+    ``ratio``: how many times as fast, 1 + gain.
+    """
+    found = saving(times[other][part], times[ours][part])
     return {
         "against": other,
         "ours": ours,
         "part": part,
-        "seconds": _median(slower),
-        "ours_seconds": _median(faster),
-        "saved_seconds": saved.median,
-        "saved_low": saved.low,
-        "saved_high": saved.high,
-        "ratio": ratio,
-        "gain": ratio - 1,
+        "seconds": found.seconds,
+        "ours_seconds": found.ours_seconds,
+        "saved_seconds": found.saved.median,
+        "saved_low": found.saved.low,
+        "saved_high": found.saved.high,
+        "ratio": 1 + found.gain.median,
+        "gain": found.gain.median,
     }
-
-
-def _median(values: list[float]) -> float:
-    return statistics.median(values)

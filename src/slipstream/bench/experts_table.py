@@ -9,6 +9,7 @@ from rich.table import Table
 
 from slipstream.bench.experts_arms import GROUPED, REFERENCE, SORTED, STOCK_GROUPED
 from slipstream.bench.harness import WHOLE
+from slipstream.bench.words import print_whole
 
 SEES_OTHERS = 0.02
 """A relative distance of token losses above which an arm's documents see each other, or its rounding is no rounding."""
@@ -42,7 +43,7 @@ def _show_layer(row: Mapping[str, Any], published: Mapping[str, Any], console: C
             told = published["layer_gain"].get(part) if name == SORTED else None
             waits = str(arm["queries"]) if part == "forward" else ""
             table.add_row(name, part, _ms(seconds), *_saving(gains.get(part)), _percent(told), waits)
-    console.print(table)
+    print_whole(console, table)
 
 
 def _show_scaling(rows: list[Mapping[str, Any]], bars: Mapping[str, float], console: Console) -> None:
@@ -51,7 +52,7 @@ def _show_scaling(rows: list[Mapping[str, Any]], bars: Mapping[str, float], cons
     for row in rows:
         cells = (f"{_ms(arm['seconds'])} ({arm['queries']})" for arm in row["arms"].values())
         table.add_row(str(row["experts"]), *cells)
-    console.print(table)
+    print_whole(console, table)
     if (growth := routing_growth(rows)) is not None:
         word = _met(growth <= bars["routing"])
         console.print(f"  grouped routing takes {growth:.2f} times as long; bar at most {bars['routing']}: {word}")
@@ -69,7 +70,7 @@ def _show_step(row: Mapping[str, Any], result: Mapping[str, Any], console: Conso
         syncs = "" if arm["syncs"] is None else str(arm["syncs"])
         times = (_ms(seconds[part]) for part in (WHOLE, "forward", "backward"))
         table.add_row(name, *times, memory, syncs, f"{arm['distance']['token_losses']:.1e}")
-    console.print(table)
+    print_whole(console, table)
     for line in _step_lines(row, result):
         console.print(f"  {line}")
 

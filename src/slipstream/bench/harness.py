@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from slipstream.bench.progress import Progress
 from slipstream.errors import InputError
 
 Times = dict[str, dict[str, list[float]]]
@@ -101,13 +102,19 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
-def measure(arms: Mapping[str, Arm], rounds: int, warmup: int, clock: Clock) -> Times:
-    """Run each arm once a round, ``warmup`` rounds untimed and then ``rounds`` timed, in rotating order."""
+def measure(arms: Mapping[str, Arm], rounds: int, warmup: int, clock: Clock, progress: Progress | None = None) -> Times:
+    """Run each arm once a round, ``warmup`` rounds untimed and then ``rounds`` timed, in rotating order.
+
+    ``progress`` is told how long the first round took.
+    """
     if rounds < 2:
         raise InputError(f"rounds {rounds} < 2: an interval needs at least two rounds; raise --rounds")
     names = list(arms)
     times: Times = {name: {part: [] for part in (*arms[name].parts, WHOLE)} for name in names}
+    began = time.monotonic()
     for number in range(warmup + rounds):
+        if number == 1 and progress is not None:
+            progress.rounds(len(names), warmup + rounds - 1, time.monotonic() - began)
         gc.collect()
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:

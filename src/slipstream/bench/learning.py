@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipstream.bench.known_shapes import SHAPES
 from slipstream.bench.learning_arms import Arm, Watch, ours, plain
-from slipstream.bench.shapes import SHAPES, shape_config
+from slipstream.bench.shapes import shape_config
 from slipstream.data.packing import pack_dataset
 from slipstream.data.rows import DataOptions
 from slipstream.data.tokens import tokenise

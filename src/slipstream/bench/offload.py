@@ -19,6 +19,8 @@ import torch
 from slipstream.bench import offload_longest
 from slipstream.bench.document import document
 from slipstream.bench.harness import WHOLE, Times, clock_for, measure
+from slipstream.bench.known_shapes import OFFLOAD_ROUNDS, OFFLOAD_SHAPES
+from slipstream.bench.no_memory import out_of_memory
 from slipstream.bench.offload_arms import (
     AUTO,
     BACKWARD,
@@ -34,8 +36,9 @@ from slipstream.bench.offload_arms import (
 )
 from slipstream.bench.offload_parts import copy_seconds, layer_backward_seconds
 from slipstream.bench.offload_trace import traced
+from slipstream.bench.progress import Progress
 from slipstream.bench.shapes import long_documents, shape_config
-from slipstream.bench.statistics import Verdict, bootstrap_interval, paired_differences
+from slipstream.bench.statistics import Verdict, saving
 from slipstream.cost.offload import (
     double_buffer_seconds,
     layer_input_bytes,
@@ -56,6 +59,10 @@ CASES = (("qwen3-8b", 49_152), ("qwen3-14b", 49_152), ("qwen3-32b", 24_576), ("q
 TOKENS: Mapping[str, int] = {**dict(reversed(CASES)), "tiny": 256}
 ROUNDING: Mapping[torch.dtype, float] = {torch.float32: 0.0, torch.bfloat16: 5e-3}
 """Relative distance of gradients that sums in another order may make."""
+NOT_MEASURED = (
+    "nothing was measured: without a card no input leaves the device and copies overlap with nothing; the arms differ "
+    "by noise, and were shown to compute the same gradients"
+)
 PUBLISHED: Mapping[str, Any] = {
     "source": "an engineering post of May 2026 by Unsloth with NVIDIA; B200, second buffer against one",
     "link_bytes_per_second": 55.7e9,
@@ -137,40 +144,53 @@ def run(options: OffloadBench, say: Say, save: Save = _nowhere) -> dict[str, Any
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     rows: list[dict[str, Any]] = []
-    result = document("offload", device, rows, published=PUBLISHED, rounds=_rounds(options, device))
-    for row in _rows(options, device, say):
+    asked = [f"{shape}, {tokens:,} tokens" for shape, tokens in _reloads(options, device)]
+    wanted = _longest(options, device)
+    asked += [] if wanted is None else wanted.names()
+    result = document("offload", device, rows, asked=asked, published=PUBLISHED, rounds=_rounds(options, device))
+    progress = Progress(say, len(asked), device)
+    for row in _rows(options, device, wanted, progress):
         rows.append(row)
         save(result)
     return result
 
 
-def _rows(options: OffloadBench, device: torch.device, say: Say) -> Iterator[dict[str, Any]]:
-    if options.part in ("reload", "all"):
-        for shape, tokens in cases(options, device):
-            layers = _layers(options, shape, device)
-            say(f"{shape}, {layers} layers, {tokens:,} tokens")
-            yield measure_case(shape, layers, tokens, options, device)
-    if options.part in ("longest", "document", "all"):
-        shape = (options.shapes or ("qwen3-8b" if device.type == "cuda" else "tiny",))[0]
-        yield from offload_longest.rows(
-            shape_config(shape, options.layers),
-            shape,
-            device,
-            mode=options.mode or ("compiled" if device.type == "cuda" else "eager"),
-            packed=() if options.part == "document" else options.tokens or offload_longest.packed_rows(device),
-            document=options.part != "longest",
-            arms=options.arms,
-            cap_bytes=int(options.cap * 1e9),
-            host_limit=options.host_limit,
-            say=say,
-        )
+def _rows(
+    options: OffloadBench, device: torch.device, wanted: offload_longest.Longest | None, progress: Progress
+) -> Iterator[dict[str, Any]]:
+    for shape, tokens in _reloads(options, device):
+        layers = _layers(options, shape, device)
+        progress.case(f"{shape}, {layers} layers, {tokens:,} tokens")
+        yield measure_case(shape, layers, tokens, options, device, progress)
+    if wanted is not None:
+        yield from offload_longest.rows(shape_config(wanted.shape, options.layers), wanted, device, progress)
+
+
+def _reloads(options: OffloadBench, device: torch.device) -> list[tuple[str, int]]:
+    return cases(options, device) if options.part in ("reload", "all") else []
+
+
+def _longest(options: OffloadBench, device: torch.device) -> offload_longest.Longest | None:
+    """The rows that must fit, where they are asked for."""
+    if options.part not in ("longest", "document", "all"):
+        return None
+    card = device.type == "cuda"
+    return offload_longest.Longest(
+        shape=(options.shapes or OFFLOAD_SHAPES.on(card))[0],
+        mode=options.mode or ("compiled" if card else "eager"),
+        packed=() if options.part == "document" else options.tokens or offload_longest.packed_rows(device),
+        document=options.part != "longest",
+        arms=options.arms,
+        cap_bytes=int(options.cap * 1e9),
+        host_limit=options.host_limit,
+    )
 
 
 def cases(options: OffloadBench, device: torch.device) -> list[tuple[str, int]]:
     """Shapes and rows."""
     if options.shapes is None and options.tokens is None:
         return list(CASES) if device.type == "cuda" else [("tiny", TOKENS["tiny"])]
-    shapes = options.shapes or (tuple(dict(CASES)) if device.type == "cuda" else ("tiny",))
+    shapes = options.shapes or OFFLOAD_SHAPES.on(device.type == "cuda")
     return [(shape, tokens) for shape in shapes for tokens in options.tokens or (TOKENS.get(shape, CASES[0][1]),)]
 
 
@@ -180,10 +200,17 @@ def _layers(options: OffloadBench, shape: str, device: torch.device) -> int:
 
 
 def _rounds(options: OffloadBench, device: torch.device) -> int:
-    return options.rounds or (6 if device.type == "cuda" else 4)
+    return options.rounds or OFFLOAD_ROUNDS.on(device.type == "cuda")
 
 
-def measure_case(shape: str, layers: int, tokens: int, options: OffloadBench, device: torch.device) -> dict[str, Any]:
+def measure_case(
+    shape: str,
+    layers: int,
+    tokens: int,
+    options: OffloadBench,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
     """One row of the results; what can't run here is a row with the reason."""
     config = shape_config(shape, layers)
     documents = long_documents(tokens, LONGEST_DOCUMENT, min(40_000, config.vocab_size))
@@ -191,16 +218,16 @@ def measure_case(shape: str, layers: int, tokens: int, options: OffloadBench, de
     row = {"shape": shape, "layers": layers, "tokens": tokens, "documents": len(documents), "mode": mode}
     bench = Bench.of(config, device, mode)
     try:
-        return {**row, **_measured(bench, Row.of(documents, tokens, device), options)}
+        return {**row, **_measured(bench, Row.of(documents, tokens, device), options, progress)}
     except InputError as error:
         return {**row, "refused": str(error)}
     except torch.OutOfMemoryError as error:
-        return {**row, "refused": f"out of memory: {str(error).splitlines()[0]}"}
+        return {**row, "refused": out_of_memory(error)}
     finally:
         bench.close()
 
 
-def _measured(bench: Bench, batch: Row, options: OffloadBench) -> dict[str, Any]:
+def _measured(bench: Bench, batch: Row, options: OffloadBench, progress: Progress | None) -> dict[str, Any]:
     device, tokens = bench.device, batch.labels.numel()
     nbytes = layer_input_bytes(bench.base.config, tokens, bench.base.dtype.itemsize)
     copies = copy_seconds(nbytes, device)
@@ -212,8 +239,10 @@ def _measured(bench: Bench, batch: Row, options: OffloadBench) -> dict[str, Any]
         "link_bytes_per_second": {name: nbytes / seconds for name, seconds in copies.items()},
         "c": c,
         "g": g,
-        "predicted": _predicted(bench.layers, c, g),
+        "predicted": _predicted(bench.layers, c, g) if device.type == "cuda" else None,
     }
+    if device.type != "cuda":
+        row["not_measured"] = NOT_MEASURED
     with steps(bench, batch, ARMS, options.host_limit) as arms:
         row["gradients"] = prove_equal(arms)
         times = measure(
@@ -221,9 +250,10 @@ def _measured(bench: Bench, batch: Row, options: OffloadBench) -> dict[str, Any]
             _rounds(options, device),
             options.warmup,
             clock_for(device),
+            progress,
         )
         row["arms"] = {name: _arm_row(step, times[name], nbytes, copies) for name, step in arms.items()}
-    row["comparisons"] = comparisons(times, bench.layers, c, g)
+    row["comparisons"] = comparisons(times, row["predicted"] and row["predicted"]["saved"])
     row["notes"] = [str(note) for note in bench.notes]
     return row
 
@@ -291,9 +321,11 @@ def _copies_row(step: Step, seconds: float, nbytes: int, copies: Mapping[str, fl
     }
 
 
-def comparisons(times: Times, layers: int, c: float, g: float) -> list[dict[str, Any]]:
-    """The second buffer against one, which the formula predicts; and each arm's step against recompute's."""
-    predicted = reload_saved_seconds(layers, c, g)
+def comparisons(times: Times, predicted: float | None) -> list[dict[str, Any]]:
+    """The second buffer against one, which the formula predicts; and each arm's step against recompute's.
+
+    ``predicted``: seconds that the second buffer saves; None where there is nothing to predict.
+    """
     found = [
         _compare(times, SINGLE, DOUBLE, BACKWARD, predicted),
         _compare(times, SINGLE, DOUBLE, WHOLE, predicted),
@@ -303,22 +335,21 @@ def comparisons(times: Times, layers: int, c: float, g: float) -> list[dict[str,
 
 
 def _compare(times: Times, other: str, ours: str, part: str, predicted: float | None) -> dict[str, Any]:
-    theirs_s, ours_s = times[other][part], times[ours][part]
-    saved = bootstrap_interval(paired_differences(theirs_s, ours_s))
-    verdict = None if predicted is None else Verdict(predicted, saved)
-    ratios = bootstrap_interval([b / a for a, b in zip(theirs_s, ours_s, strict=True)])
+    found = saving(times[other][part], times[ours][part])
+    verdict = None if predicted is None else Verdict(predicted, found.saved)
+    ratio = found.times_as_long
     return {
         "arm": ours,
         "against": other,
         "part": part,
-        "seconds": _median(ours_s),
-        "against_seconds": _median(theirs_s),
-        "ratio": ratios.median,
-        "ratio_low": ratios.low,
-        "ratio_high": ratios.high,
-        "saved_seconds": saved.median,
-        "saved_low": saved.low,
-        "saved_high": saved.high,
+        "seconds": found.ours_seconds,
+        "against_seconds": found.seconds,
+        "ratio": ratio.median,
+        "ratio_low": ratio.low,
+        "ratio_high": ratio.high,
+        "saved_seconds": found.saved.median,
+        "saved_low": found.saved.low,
+        "saved_high": found.saved.high,
         "predicted_seconds": predicted,
         "holds": None if verdict is None else verdict.holds,
     }

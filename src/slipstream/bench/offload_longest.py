@@ -9,14 +9,17 @@ run as one document. MLPs run in tiles, as training has them on rows like these.
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from slipstream.bench.harness import clock_for, measure_once
+from slipstream.bench.no_memory import out_of_memory
 from slipstream.bench.offload_arms import DOUBLE, RECOMPUTE, Bench, Mode, Row, Step, steps
+from slipstream.bench.progress import Progress, Say
 from slipstream.bench.shapes import long_documents
 from slipstream.cost.tiles import TILE
 from slipstream.errors import InputError
@@ -35,33 +38,49 @@ LONGER_TRIES, TRIES = 8, 4
 LONGEST_DOCUMENT = 8192
 TINY_PROBES = (64, 128)
 TINY_TILE = 32
+NOT_MEASURED = "nothing was measured: without a card there is no memory to fill"
 
 
-def rows(
-    config: Any,
-    shape: str,
-    device: torch.device,
-    *,
-    mode: Mode,
-    packed: tuple[int, ...],
-    document: bool,
-    arms: tuple[str, ...] = (DOUBLE, RECOMPUTE),
-    cap_bytes: int,
-    host_limit: float | None,
-    say: Callable[[str], None],
-) -> Iterator[dict[str, Any]]:
-    """A row for each of ``arms`` and ``packed`` rows, and for each its longest single ``document`` if asked for."""
-    with capped(device, cap_bytes):
-        bench = Bench.of(config, device, mode, TILE if device.type == "cuda" else TINY_TILE)
+@dataclass(frozen=True, kw_only=True)
+class Longest:
+    """Which rows are to fit, and into what."""
+
+    shape: str
+    mode: Mode
+    packed: tuple[int, ...]
+    """Tokens of packed rows, each tried with each arm."""
+    document: bool
+    """Whether the longest single document is looked for, too."""
+    arms: tuple[str, ...] = (DOUBLE, RECOMPUTE)
+    cap_bytes: int
+    host_limit: float | None
+
+    def tries(self) -> list[tuple[str, int | None]]:
+        """Arm and tokens of each row of the results, in their order; None for the longest document."""
+        packed: list[tuple[str, int | None]] = [(arm, count) for count in self.packed for arm in self.arms]
+        return packed + [(arm, None) for arm in self.arms if self.document]
+
+    def names(self) -> list[str]:
+        """Each of them in words."""
+        return [
+            f"longest: {self.shape}, {arm}, {'the longest single document' if n is None else f'a row of {n:,} tokens'}"
+            for arm, n in self.tries()
+        ]
+
+
+def rows(config: Any, wanted: Longest, device: torch.device, progress: Progress) -> Iterator[dict[str, Any]]:
+    """A row for each arm and packed row, and for each arm its longest single document if asked for."""
+    with capped(device, wanted.cap_bytes):
+        bench = Bench.of(config, device, wanted.mode, TILE if device.type == "cuda" else TINY_TILE)
         try:
-            for count in packed:
-                for arm in arms:
-                    say(f"longest: {shape}, {arm}, a row of {count:,} tokens")
-                    yield {**_head(bench, shape, cap_bytes), "row": "packed", **attempt(bench, arm, count, host_limit)}
-            for arm in arms if document else ():
-                say(f"longest: {shape}, {arm}, the longest single document")
-                found = longest_document(bench, arm, cap_bytes, host_limit, say)
-                yield {**_head(bench, shape, cap_bytes), "row": "one document", **found}
+            for name, (arm, count) in zip(wanted.names(), wanted.tries(), strict=True):
+                progress.case(name)
+                head = _head(bench, wanted.shape, wanted.cap_bytes)
+                if count is None:
+                    found = longest_document(bench, arm, wanted.cap_bytes, wanted.host_limit, progress.say)
+                    yield {**head, "row": "one document", **found}
+                else:
+                    yield {**head, "row": "packed", **attempt(bench, arm, count, wanted.host_limit)}
         finally:
             bench.close()
 
@@ -98,7 +117,7 @@ def attempt(
             found |= _once(arms[arm])
         return {**found, "fits": True}
     except torch.OutOfMemoryError as error:
-        reason = str(error).splitlines()[0]
+        reason = out_of_memory(error)
     except InputError as error:  # the host's memory is too small
         reason = str(error)
     bench.optimizer.zero_grad(set_to_none=True)
@@ -113,9 +132,7 @@ def _once(step: Step) -> dict[str, Any]:
     return {"seconds": seconds, "peak_bytes": step.peaks[-1] if step.peaks else None}
 
 
-def longest_document(
-    bench: Bench, arm: str, cap_bytes: int, host_limit: float | None, say: Callable[[str], None]
-) -> dict[str, Any]:
+def longest_document(bench: Bench, arm: str, cap_bytes: int, host_limit: float | None, say: Say) -> dict[str, Any]:
     """The longest single document that went through, and all rows that were tried."""
     card = bench.device.type == "cuda"
     tried: list[dict[str, Any]] = []
@@ -169,7 +186,9 @@ def predicted_tokens(peaks: list[tuple[int, int]], cap_bytes: int) -> int:
 
 
 def _head(bench: Bench, shape: str, cap_bytes: int) -> dict[str, Any]:
+    told = {} if bench.device.type == "cuda" else {"not_measured": NOT_MEASURED}
     return {
+        **told,
         "part": "longest",
         "shape": shape,
         "layers": bench.layers,

@@ -13,6 +13,8 @@ from rich.table import Table
 
 from slipstream.bench.harness import WHOLE
 from slipstream.bench.offload_arms import BACKWARD, RECOMPUTE, SINGLE
+from slipstream.bench.statistics import verdict_word
+from slipstream.bench.words import print_whole
 
 MILLI, GIGA = 1e3, 1e9
 
@@ -33,7 +35,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
             console.print(f"  left out: {row['refused']}")
         else:
             _show_case(row, console)
-    console.print(_published_table(result["published"]))
+    print_whole(console, _published_table(result["published"]))
 
 
 def _show_case(row: Mapping[str, Any], console: Console) -> None:
@@ -42,28 +44,33 @@ def _show_case(row: Mapping[str, Any], console: Console) -> None:
         f"  one input {row['input_bytes'] / GIGA:.2f} GB; reload c {_ms(row['c'])} ({link['back'] / GIGA:.1f} GB/s, "
         f"out {link['out'] / GIGA:.1f}), one layer's backward g {_ms(row['g'])}"
     )
-    console.print(
-        f"  predicted backward: one buffer {_ms(predicted['T_single'])}, two {_ms(predicted['T_double'])}, "
-        f"saved {_ms(predicted['saved'])}"
-    )
-    console.print(_arms_table(row["arms"]))
-    console.print(_comparisons_table(row["comparisons"]))
+    if predicted is not None:
+        console.print(
+            f"  predicted backward: one buffer {_ms(predicted['T_single'])}, two {_ms(predicted['T_double'])}, "
+            f"saved {_ms(predicted['saved'])}"
+        )
+    print_whole(console, _arms_table(row["arms"]))
+    if "not_measured" in row:
+        console.print(f"  {row['not_measured']}")
+    else:
+        print_whole(console, _comparisons_table(row["comparisons"]))
     for note in row["notes"]:
         console.print(f"  {note}")
 
 
 def summary(result: Mapping[str, Any]) -> dict[str, Any]:
     """The last line, for machines: predictions, how many held, the slowest arm with look-ahead beside recompute."""
-    rows = [row for row in result["rows"] if "comparisons" in row]
+    rows = [row for row in result["rows"] if "comparisons" in row and "not_measured" not in row]
     every = [comparison for row in rows for comparison in row["comparisons"]]
-    verdicts = [one["holds"] for one in every if one["holds"] is not None]
+    verdicts = [word for word in map(verdict_word, every) if word]
     ratios = [one["ratio"] for one in every if one["against"] == RECOMPUTE and one["arm"] != SINGLE]
     return {
         "benchmark": "offload",
         "predictions": len(verdicts),
-        "held": sum(verdicts),
+        "held": verdicts.count("holds"),
+        "noise": verdicts.count("noise"),
         "largest_ratio_to_recompute": max(ratios, default=None),
-        "left_out": sum("refused" in row for row in result["rows"]),
+        "left_out": sum("refused" in row or "not_measured" in row for row in result["rows"]),
     }
 
 
@@ -108,7 +115,7 @@ def _comparisons_table(comparisons: list[dict[str, Any]]) -> Table:
             _ms(one["saved_seconds"]),
             f"{_ms(one['saved_low'])} to {_ms(one['saved_high'])}",
             "" if predicted is None else _ms(predicted),
-            "" if one["holds"] is None else "holds" if one["holds"] else "off",
+            verdict_word(one),
         )
     return table
 
@@ -118,6 +125,8 @@ def _longest_line(row: Mapping[str, Any]) -> str:
     cap = f"cap {row['cap_bytes'] / GIGA:.0f} GB"
     if not row["fits"]:
         return f"{what}: does not fit ({cap}): {row['reason']}"
+    if "not_measured" in row:
+        return f"{what}: {row['not_measured']}"
     peak = "" if row["peak_bytes"] is None else f", peak {row['peak_bytes'] / GIGA:.1f} GB"
     return f"{what}: {row['seconds'][WHOLE]:.1f} s{peak} ({cap})"
 

@@ -22,6 +22,8 @@ import torch
 
 from slipstream.bench.document import document
 from slipstream.bench.harness import WHOLE, Arm, Times, clock_for, measure
+from slipstream.bench.known_shapes import PACKING_ROUNDS, PACKING_SHAPES
+from slipstream.bench.no_memory import out_of_memory
 from slipstream.bench.packing_arms import (
     BACKWARD,
     FORWARD,
@@ -36,8 +38,9 @@ from slipstream.bench.packing_arms import (
     prove_equal,
 )
 from slipstream.bench.packing_fit import default_tokens, refuse_what_does_not_fit
+from slipstream.bench.progress import Progress
 from slipstream.bench.shapes import random_documents, shape_config
-from slipstream.bench.statistics import Verdict, bootstrap_interval, paired_differences
+from slipstream.bench.statistics import Verdict, paired_differences, saving
 from slipstream.bench.wasteful import Kind, PackedRow, choices, kinds, rebuild
 from slipstream.cost.estimate import packing_saved_forward
 from slipstream.device.segments import Segments
@@ -48,7 +51,6 @@ from slipstream.transform import Options, apply, restore
 Part = Literal["layer", "all"]
 Say = Callable[[str], None]
 Save = Callable[[dict[str, Any]], None]
-PUBLISHED_SHAPES = ("llama-3.2-1b", "qwen3-0.6b")
 PUBLISHED: Mapping[str, Any] = {
     "source": "an engineering post of May 2026 by Unsloth with NVIDIA; Blackwell, 2,048 tokens in all",
     "metadata_seconds": 0.0002,
@@ -131,6 +133,10 @@ class Case:
         """The references of this attention choice."""
         return kinds(self.choice)
 
+    def __str__(self) -> str:
+        """For the progress line."""
+        return f"{self.shape}, {self.tokens:,} tokens, {self.choice}, {'recompute' if self.recompute else 'keep'}"
+
     def name(self) -> dict[str, Any]:
         """What tells this case from others, for its row."""
         lengths = [len(one["input_ids"]) for one in self.documents]
@@ -151,22 +157,22 @@ def run(options: PackingBench, say: Say, save: Save = _nowhere) -> dict[str, Any
     Raises ``ResultsDifferError`` when two arms don't compute the same.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shapes = options.shapes or (PUBLISHED_SHAPES if device.type == "cuda" else ("tiny",))
+    shapes = options.shapes or PACKING_SHAPES.on(device.type == "cuda")
     rows: list[dict[str, Any]] = []
-    result = document("packing", device, rows, published=PUBLISHED, rounds=_rounds(options, device))
+    asked, progress = list(shapes), None
+    result = document("packing", device, rows, asked=asked, published=PUBLISHED, rounds=_rounds(options, device))
     for shape in shapes:
-        for row in _measure_shape(options, shape, device, say):
-            rows.append(row)
+        bench = Workbench.of(shape_config(shape, options.layers), device, nf4=options.nf4)
+        cases = list(_cases(options, bench, shape))
+        at = asked.index(shape)
+        asked[at : at + 1] = map(str, cases)
+        progress = progress or Progress(say, len(cases) * len(shapes), device)
+        for case in cases:
+            progress.case(str(case))
+            rows.append(measure_case(case, options, progress))
             save(result)
+        del bench, cases, case  # the next shape's model needs the room
     return result
-
-
-def _measure_shape(options: PackingBench, shape: str, device: torch.device, say: Say) -> Iterator[dict[str, Any]]:
-    """All cases of one shape; its model is gone afterwards."""
-    bench = Workbench.of(shape_config(shape, options.layers), device, nf4=options.nf4)
-    for case in _cases(options, bench, shape):
-        say(f"{shape}, {case.tokens:,} tokens, {case.choice}, {'recompute' if case.recompute else 'keep'}")
-        yield measure_case(case, options)
 
 
 def _cases(options: PackingBench, bench: Workbench, shape: str) -> Iterator[Case]:
@@ -177,27 +183,27 @@ def _cases(options: PackingBench, bench: Workbench, shape: str) -> Iterator[Case
 
 
 def _rounds(options: PackingBench, device: torch.device) -> int:
-    return options.rounds or (20 if device.type == "cuda" else 5)
+    return options.rounds or PACKING_ROUNDS.on(device.type == "cuda")
 
 
-def measure_case(case: Case, options: PackingBench) -> dict[str, Any]:
+def measure_case(case: Case, options: PackingBench, progress: Progress | None = None) -> dict[str, Any]:
     """One row of the results."""
     try:
         refuse_what_does_not_fit(case.bench, case.tokens, case.choice, case.recompute)
         case.bench.set_recompute(case.recompute)
         apply(case.bench.model, Options(attention=case.choice))  # type: ignore[arg-type]
-        return _measured(case, options)
+        return _measured(case, options, progress)
     except InputError as error:
         return {**case.name(), "refused": str(error)}
     except torch.OutOfMemoryError as error:
-        return {**case.name(), "refused": f"out of memory: {str(error).splitlines()[0]}"}
+        return {**case.name(), "refused": out_of_memory(error)}
     finally:
         case.bench.optimizer.zero_grad(set_to_none=True)
         restore(case.bench.model)
         torch.compiler.reset()  # a process compiles one function for few shapes only, then runs it uncompiled
 
 
-def _measured(case: Case, options: PackingBench) -> dict[str, Any]:
+def _measured(case: Case, options: PackingBench, progress: Progress | None) -> dict[str, Any]:
     rounds = _rounds(options, case.bench.device)
     clock = clock_for(case.bench.device)
     held = "nf4" if options.nf4 else str(case.bench.dtype).removeprefix("torch.")
@@ -207,7 +213,7 @@ def _measured(case: Case, options: PackingBench) -> dict[str, Any]:
     arms = {**build_arms(case), **layer_arms(steps, case.recompute)}
     if options.part == "all":
         arms |= {name: step.arm() for name, step in steps.items()}
-    times = measure(arms, rounds, options.warmup, clock)
+    times = measure(arms, rounds, options.warmup, clock, progress)
     _drop_batches(steps.values())
     row["builds"], row["layer"] = _build_costs(case, times), _layer_costs(case, times)
     row["rebuild_adds"] = _added_by_rebuilding(case, times, LAYER)
@@ -317,19 +323,18 @@ def compare(times: Times, other: str, part: str, predicted: float | None) -> dic
 
     ``gain`` is how much more work a second does, ``share`` how much of the other's time is saved.
     """
-    theirs, ours = times[other][part], times[OURS][part]
-    saved = bootstrap_interval(paired_differences(theirs, ours))
-    verdict = None if predicted is None else Verdict(predicted, saved)
+    found = saving(times[other][part], times[OURS][part])
+    verdict = None if predicted is None else Verdict(predicted, found.saved)
     return {
         "against": other,
         "part": part,
-        "seconds": _median(theirs),
-        "ours_seconds": _median(ours),
-        "saved_seconds": saved.median,
-        "saved_low": saved.low,
-        "saved_high": saved.high,
-        "gain": _median(theirs) / _median(ours) - 1,
-        "share": saved.median / _median(theirs),
+        "seconds": found.seconds,
+        "ours_seconds": found.ours_seconds,
+        "saved_seconds": found.saved.median,
+        "saved_low": found.saved.low,
+        "saved_high": found.saved.high,
+        "gain": found.gain.median,
+        "share": found.share.median,
         "predicted_seconds": predicted,
         "ratio": verdict and verdict.ratio,
         "holds": verdict and (verdict.holds if predicted else None),

@@ -13,6 +13,8 @@ from rich.table import Table
 
 from slipstream.bench.harness import WHOLE
 from slipstream.bench.packing_arms import BACKWARD, FORWARD
+from slipstream.bench.statistics import verdict_word
+from slipstream.bench.words import print_whole
 
 MILLI = 1e3
 
@@ -33,15 +35,17 @@ def show(result: Mapping[str, Any], console: Console) -> None:
             console.print(f"  a rebuild adds to a layer, with the waits it forces: {adds}")
         if "comparisons" in row:
             console.print(f"  built in a step, boundaries + structures: {_counts_line(row['arms'])}")
-            console.print(_case_table(row))
-    console.print(_published_table(result["published"]))
+            print_whole(console, _case_table(row))
+    print_whole(console, _published_table(result["published"]))
 
 
 def summary(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The last line, for machines: how many predictions there were, how many held, and what was left out."""
-    verdicts = [c["holds"] for row in result["rows"] for c in row.get("comparisons", ()) if c["holds"] is not None]
-    refused = sum("refused" in row for row in result["rows"])
-    return {"benchmark": "packing", "predictions": len(verdicts), "held": sum(verdicts), "left_out": refused}
+    """The last line, for machines: how many predictions there were, how many held or can't be told from no saving at
+    all, and what was left out."""
+    told = [verdict_word(one) for row in result["rows"] for one in row.get("comparisons", ())]
+    verdicts = [word for word in told if word]
+    counts = {"predictions": len(verdicts), "held": verdicts.count("holds"), "noise": verdicts.count("noise")}
+    return {"benchmark": "packing", **counts, "left_out": sum("refused" in row for row in result["rows"])}
 
 
 def _builds_line(builds: Mapping[str, float]) -> str:
@@ -70,7 +74,7 @@ def _case_table(row: Mapping[str, Any]) -> Table:
             f"{_ms(one['saved_low'])} to {_ms(one['saved_high'])}",
             "" if one["predicted_seconds"] is None else _ms(one["predicted_seconds"]),
             "" if one["ratio"] is None else f"{one['ratio']:.2f}",
-            "" if one["holds"] is None else verdict(one),
+            verdict_word(one),
         )
     return table
 
@@ -92,12 +96,6 @@ def _published_table(published: Mapping[str, Any]) -> Table:
             *(f"{gain[part]:+.1%}" if gain else "" for part in (FORWARD, BACKWARD, WHOLE)),
         )
     return table
-
-
-def verdict(comparison: Mapping[str, Any]) -> str:
-    """``holds`` or ``off``, and whether noise hides the saving: an interval around zero contains any small number."""
-    word = "holds" if comparison["holds"] else "off"
-    return f"{word} (noisy)" if comparison["saved_low"] <= 0 <= comparison["saved_high"] else word
 
 
 def _case(row: Mapping[str, Any]) -> str:

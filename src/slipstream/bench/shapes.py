@@ -6,15 +6,14 @@ the benchmark works and says nothing about speed worth quoting.
 """
 
 import random
-from collections.abc import Mapping
 from difflib import get_close_matches
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from slipstream.bench.known_shapes import MIXTURES, SHAPES
 from slipstream.cost.hardware import compute_dtype, describe
 from slipstream.errors import InputError
 from slipstream.model.lora import AdapterOptions, add_adapter
@@ -22,131 +21,6 @@ from slipstream.model.lora import AdapterOptions, add_adapter
 SHORTEST = 16
 """Tokens of the shortest document."""
 SMALLEST_ROW = 64
-SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "llama-3.2-1b": {
-            "model_type": "llama",
-            "hidden_size": 2048,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "intermediate_size": 8192,
-            "vocab_size": 128256,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 131072,
-            "tie_word_embeddings": True,
-        },
-        "qwen3-0.6b": {
-            "model_type": "qwen3",
-            "hidden_size": 1024,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "intermediate_size": 3072,
-            "vocab_size": 151936,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 40960,
-            "tie_word_embeddings": True,
-        },
-        "qwen3-8b": {
-            "model_type": "qwen3",
-            "hidden_size": 4096,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "intermediate_size": 12288,
-            "vocab_size": 151936,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 40960,
-        },
-        "qwen3-14b": {
-            "model_type": "qwen3",
-            "hidden_size": 5120,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "intermediate_size": 17408,
-            "vocab_size": 151936,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 40960,
-        },
-        "qwen3-32b": {
-            "model_type": "qwen3",
-            "hidden_size": 5120,
-            "num_hidden_layers": 64,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "intermediate_size": 25600,
-            "vocab_size": 151936,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 40960,
-        },
-        "tiny": {
-            "model_type": "llama",
-            "hidden_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "intermediate_size": 128,
-            "vocab_size": 512,
-            "max_position_embeddings": 4096,
-        },
-    }
-)
-
-MIXTURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "gpt-oss-20b": {
-            "model_type": "gpt_oss",
-            "hidden_size": 2880,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "intermediate_size": 2880,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-            "sliding_window": 128,
-            "vocab_size": 201088,
-        },
-        "qwen3-30b-a3b": {
-            "model_type": "qwen3_moe",
-            "hidden_size": 2048,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-            "vocab_size": 151936,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 40960,
-        },
-        "tiny-mixture": {
-            "model_type": "gpt_oss",
-            "hidden_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "intermediate_size": 64,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "sliding_window": 32,
-            "vocab_size": 512,
-        },
-    }
-)
-"""Mixtures of experts; ``tiny-mixture`` is for machines without a card."""
 
 
 def shape_config(name: str, layers: int | None = None) -> Any:

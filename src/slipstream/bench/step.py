@@ -18,6 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from slipstream.bench.document import document
 from slipstream.bench.harness import WHOLE, Arm, clock_for, measure
+from slipstream.bench.known_shapes import STEP_ROUNDS, STEP_SHAPES, STEP_TOKENS
+from slipstream.bench.progress import Progress
 from slipstream.bench.shapes import adapted_model, bench_dtype, random_documents, shape_config
 from slipstream.bench.statistics import bootstrap_interval, paired_differences
 from slipstream.cost.shape import ModelShape
@@ -73,9 +75,11 @@ def run(options: StepBench, say: Say, save: Save) -> dict[str, Any]:
     cuda = device.type == "cuda"
     rows: list[dict[str, Any]] = []
     ceilings = measure_ceilings(device)
-    result = document("step", device, rows, matmul_flops=ceilings.matmul)
-    for shape in options.shapes or (("qwen3-0.6b",) if cuda else ("tiny",)):
-        rows.append(_measured(options, shape, device, ceilings.matmul, say))
+    shapes = options.shapes or STEP_SHAPES.on(cuda)
+    result = document("step", device, rows, asked=list(shapes), matmul_flops=ceilings.matmul)
+    progress = Progress(say, len(shapes) * len(options.modes), device)
+    for shape in shapes:
+        rows.append(_measured(options, shape, device, ceilings.matmul, progress))
         save(result)
     return result
 
@@ -97,9 +101,9 @@ def multiplying_parameters(config: Any) -> int:
     return shape.dense + shape.active_experts + shape.head
 
 
-def _measured(options: StepBench, shape: str, device: torch.device, rate: float, say: Say) -> dict[str, Any]:
+def _measured(options: StepBench, shape: str, device: torch.device, rate: float, progress: Progress) -> dict[str, Any]:
     cuda = device.type == "cuda"
-    tokens, rounds = options.tokens or (4096 if cuda else 256), options.rounds or (15 if cuda else 3)
+    tokens, rounds = options.tokens or STEP_TOKENS.on(cuda), options.rounds or STEP_ROUNDS.on(cuda)
     model = adapted_model(shape_config(shape, options.layers), device)
     apply(model, Options(activations=options.activations, tokens=tokens, compute_dtype=bench_dtype(device)))
     base = base_model(model)
@@ -118,13 +122,14 @@ def _measured(options: StepBench, shape: str, device: torch.device, rate: float,
         "documents": len(documents),
         "activations": options.activations,
         "parameters": parameters,
+        "rounds": rounds,
         "floor_seconds": floor,
         "modes": {},
     }
     arms: dict[str, Arm] = {}
     steps: dict[str, TrainStep] = {}
     for mode in options.modes:
-        say(f"{shape}, {tokens:,} tokens, {mode}")
+        progress.case(f"{shape}, {tokens:,} tokens, {mode}")
         try:
             steps[mode], first = _started(model, optimizer, mode, batch, device)
         except InputError as error:
@@ -132,7 +137,7 @@ def _measured(options: StepBench, shape: str, device: torch.device, rate: float,
             continue
         row["modes"][mode] = {**first, "decisions": [str(decision) for decision in steps[mode].decisions]}
         arms[mode] = Arm({"step": partial(_once, steps[mode], batch)})
-    times = measure(arms, rounds, 2, clock_for(device))
+    times = measure(arms, rounds, 2, clock_for(device), progress)
     for name in arms:
         _add_times(row, name, times[name][WHOLE], times[next(iter(arms))][WHOLE])
     for name in arms if cuda else ():

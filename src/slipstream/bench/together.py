@@ -9,7 +9,6 @@ parts' product is no bound for it. All arms are first shown to compute the same.
 
 import gc
 import math
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,15 +18,17 @@ import torch
 
 from slipstream.bench.document import document
 from slipstream.bench.harness import WHOLE, Times, clock_for, measure
-from slipstream.bench.shapes import MIXTURES, random_documents, shape_config
-from slipstream.bench.statistics import bootstrap_interval, paired_differences
+from slipstream.bench.known_shapes import MIXTURES, TOGETHER_ROUNDS, TOGETHER_SHAPES, TOGETHER_TOKENS
+from slipstream.bench.no_memory import out_of_memory
+from slipstream.bench.progress import Progress
+from slipstream.bench.shapes import random_documents, shape_config
+from slipstream.bench.statistics import saving
 from slipstream.bench.together_arms import ALL, EXPERTS, OFF, PACKING, PUBLISHED, RELOAD, STEP, Bench, prove_equal
 from slipstream.errors import InputError
 from slipstream.model.attention import AttentionChoice
 
 Say = Callable[[str], None]
 Save = Callable[[dict[str, Any]], None]
-SHAPES, SMALL_SHAPES = ("gpt-oss-20b", "qwen3-8b"), ("tiny-mixture", "tiny")
 PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {PUBLISHED: (PACKING, RELOAD, EXPERTS), ALL: (PACKING, RELOAD, EXPERTS, STEP)}
 )
@@ -76,9 +77,12 @@ def run(options: TogetherBench, say: Say, save: Save = _nowhere) -> dict[str, An
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[dict[str, Any]] = []
     told = {name: list(gains) for name, gains in PUBLISHED_GAINS.items()}
-    result = document("all", device, rows, published={"source": SOURCE, "gains": told})
-    for shape in options.shapes or (SHAPES if device.type == "cuda" else SMALL_SHAPES):
-        rows.append(_row(options, shape, device, say))
+    shapes = options.shapes or TOGETHER_SHAPES.on(device.type == "cuda")
+    result = document("all", device, rows, asked=list(shapes), published={"source": SOURCE, "gains": told})
+    progress = Progress(say, len(shapes), device)
+    for shape in shapes:
+        progress.case(shape)
+        rows.append(_row(options, shape, device, progress))
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -86,31 +90,29 @@ def run(options: TogetherBench, say: Say, save: Save = _nowhere) -> dict[str, An
     return result
 
 
-def _row(options: TogetherBench, shape: str, device: torch.device, say: Say) -> dict[str, Any]:
+def _row(options: TogetherBench, shape: str, device: torch.device, progress: Progress) -> dict[str, Any]:
     """One shape's row; its model is gone afterwards."""
     card = device.type == "cuda"
-    tokens, rounds = options.tokens or (8192 if card else 128), options.rounds or (12 if card else 3)
+    tokens, rounds = options.tokens or TOGETHER_TOKENS.on(card), options.rounds or TOGETHER_ROUNDS.on(card)
     config = shape_config(shape, options.layers or (8 if card else None))
     row = {"shape": shape, "layers": config.num_hidden_layers, "tokens": tokens, "rounds": rounds}
     bench: Bench | None = None
     try:
         bench = Bench.of(config, tokens, options.attention, device)
-        return {**row, **_measured(bench, shape, rounds, say)}
+        return {**row, **_measured(bench, shape, rounds, progress)}
     except InputError as error:
         return {**row, "refused": str(error)}
     except torch.OutOfMemoryError as error:
-        return {**row, "refused": f"out of memory: {str(error).splitlines()[0]}"}
+        return {**row, "refused": out_of_memory(error)}
     finally:
         if bench is not None:
             bench.close()
 
 
-def _measured(bench: Bench, shape: str, rounds: int, say: Say) -> dict[str, Any]:
+def _measured(bench: Bench, shape: str, rounds: int, progress: Progress) -> dict[str, Any]:
     steps = bench.arms()
-    say(f"{shape}: {', '.join(steps)} computed once and compared")
     arms = prove_equal(steps)
-    say(f"{shape}: {rounds} rounds of {len(steps)} arms")
-    times = measure({name: step.arm() for name, step in steps.items()}, rounds, 1, clock_for(bench.device))
+    times = measure({name: step.arm() for name, step in steps.items()}, rounds, 1, clock_for(bench.device), progress)
     for name, values in times.items():
         arms[name]["seconds"] = {part: [round(value, 6) for value in series] for part, series in values.items()}
     return {
@@ -120,6 +122,7 @@ def _measured(bench: Bench, shape: str, rounds: int, say: Say) -> dict[str, Any]
         "mixture": shape in MIXTURES,
         "dtype": str(bench.dtype).removeprefix("torch."),
         "arms": arms,
+        "left_out": bench.left_out(),
         "comparisons": comparisons(times),
         "notes": [str(note) for note in (*bench.fallbacks(), *bench.notes)],
     }
@@ -128,7 +131,7 @@ def _measured(bench: Bench, shape: str, rounds: int, say: Say) -> dict[str, Any]
 def comparisons(times: Times) -> list[dict[str, Any]]:
     """Each arm against ``off``, over whole steps; for combinations with the product of their parts' gains.
 
-    ``gain`` is how much more work a second does: the median over rounds of off / arm - 1, with its interval.
+    ``gain`` is how much more work a second does, with its interval, from what is saved within a round.
     """
     gains = {name: _gain(times, name) for name in times if name != OFF}
     for name, parts in PARTS.items():
@@ -139,13 +142,13 @@ def comparisons(times: Times) -> list[dict[str, Any]]:
 
 
 def _gain(times: Times, name: str) -> dict[str, Any]:
-    off, ours = times[OFF][WHOLE], times[name][WHOLE]
-    gain = bootstrap_interval([a / b - 1 for a, b in zip(off, ours, strict=True)])
+    found = saving(times[OFF][WHOLE], times[name][WHOLE])
+    gain = found.gain
     return {
         "arm": name,
         "against": OFF,
-        "seconds": statistics.median(ours),
-        "saved_seconds": bootstrap_interval(paired_differences(off, ours)).median,
+        "seconds": found.ours_seconds,
+        "saved_seconds": found.saved.median,
         "gain": gain.median,
         "gain_low": gain.low,
         "gain_high": gain.high,

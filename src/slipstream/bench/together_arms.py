@@ -92,6 +92,8 @@ class Bench:
     offload: Offload
     best: Mode
     steps: dict[Mode, Step]
+    uncompiled: str | None = None
+    """Why layers can't be compiled here, if they can't."""
     notes: list[Decision] = field(default_factory=list)
     """What turned out otherwise than planned."""
 
@@ -111,7 +113,8 @@ class Bench:
         best, steps = _steps(model, loss, parameters, about, dtype)
         optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
         tensors, lengths = _row(tokens, min(40_000, base_model(model).config.vocab_size), device)
-        return cls(model, device, dtype, optimizer, parameters, tensors, lengths, loss, offload, best, steps, notes)
+        made = (model, device, dtype, optimizer, parameters, tensors, lengths, loss, offload, best, steps)
+        return cls(*made, uncompiled=compile_obstacle(about), notes=notes)
 
     @property
     def base(self) -> Any:
@@ -131,9 +134,13 @@ class Bench:
         return None if self.fitted.experts is None else self.fitted.experts.choice
 
     def arms(self) -> dict[str, "TogetherStep"]:
-        """The arms that apply: a dense model has no experts, and not every device compiles."""
-        absent = {EXPERTS: self.experts is None, STEP: "compiled" not in self.steps}
-        return {name: TogetherStep(self, way) for name, way in WAYS.items() if not absent.get(name)}
+        """The arms that apply."""
+        return {name: TogetherStep(self, way) for name, way in WAYS.items() if name not in self.left_out()}
+
+    def left_out(self) -> dict[str, str]:
+        """The arms that don't apply, with the reason."""
+        absent = {EXPERTS: "a dense model has no experts"} if self.experts is None else {}
+        return absent if self.uncompiled is None else {**absent, STEP: self.uncompiled}
 
     def mode(self, way: Way) -> Mode:
         """How an arm's step is run."""

@@ -6,10 +6,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
 from slipstream.bench.document import append_csv, check_writable
 from slipstream.errors import InputError
 
 Result = dict[str, Any]
+WIDEST = 1_000
+"""Characters that a table never needs."""
 
 
 def words(text: str | None) -> tuple[str, ...] | None:
@@ -49,6 +55,12 @@ def carry_out(
     if csv is not None:
         append_csv(csv, csv_rows(result))
     return result, summary(result)
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table with no cell cut: one wider than the terminal, as large numbers make it, gets longer lines."""
+    table.width = Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
+    console.print(table)
 
 
 def _write(path: Path | None, result: Result) -> None:

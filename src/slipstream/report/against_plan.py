@@ -71,12 +71,18 @@ def _floor_line(records: Records) -> Markup:
     share = floor_share(records)
     if share is None:
         return Markup()
-    words = f"{percent_text(share)} of the median step is the time that its matrix products take at the device's rate."
+    floor = number(section(records.run, "plan").get("floor_seconds"))
+    assert floor is not None
+    words = (
+        "The matrix-product limit: a step that did nothing but multiply with the model's weights, at the rate of this "
+        f"device, would take {_step_text(floor)}, {percent_text(share)} of the median step. The rest is attention, the "
+        "loss, the optimizer, memory traffic, and waiting for the host."
+    )
     return tag("p", words)
 
 
 def _step_text(seconds: float) -> str:
-    return f"{seconds * MS:.0f} ms" if seconds < 10 else time_text(seconds)
+    return f"{seconds * MS:.{0 if seconds >= 0.01 else 2}f} ms" if seconds < 10 else time_text(seconds)
 
 
 def _count(value: float) -> str:

@@ -63,7 +63,8 @@ def page(records: Records, name: str, timeline: dict[str, Any] | None = None) ->
         _recipe(records),
         tag(
             "footer",
-            f"Slipstream {records.run.get('slipstream', '')}. Made from run.json, steps.jsonl and evals.jsonl.",
+            f"Slipstream {records.run.get('slipstream', '')}. Made from run.json, steps.jsonl and evals.jsonl; "
+            "slipstream report makes it again.",
         ),
     ]
     files = resources.files("slipstream.report")
@@ -165,7 +166,7 @@ def _tile(name: str, value: Markup, aside: str) -> Markup:
 
 def _speed_aside(records: Records) -> str:
     share = against_plan.floor_share(records)
-    floor = "" if share is None else f"; {percent_text(share)} of the floor"
+    floor = "" if share is None else f"; {percent_text(share)} of the matrix-product limit"
     return f"tokens/s, median step, padding not counted{floor}"
 
 
