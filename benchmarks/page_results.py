@@ -29,9 +29,15 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         if row.get("part") != "scaling" and any(key in row for key in PARTS):
             yield from row_tables(row)
-    plain = [flat(row) for row in rows if not any(key in row for key in PARTS)]
+    plain = [{**flat(row), **_whole(row)} for row in rows if not any(key in row for key in PARTS)]
     if plain:
         yield from plain_tables(plain)
+
+
+def _whole(row: Row) -> dict[str, Any]:
+    """A single step's seconds, of a row that holds them by part."""
+    parts = row.get("seconds")
+    return {"step_seconds": parts["whole"]} if isinstance(parts, dict) and "whole" in parts else {}
 
 
 def row_tables(row: Row) -> Iterator[str]:

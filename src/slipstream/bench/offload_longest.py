@@ -9,7 +9,7 @@ run as one document. MLPs run in tiles, as training has them on rows like these.
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
