@@ -53,7 +53,7 @@ LEGENDS = {
     "share of the step in the table. A mode that could not be had ran another, with the reason. *Saved* is against "
     "the first mode.",
     "scaling": "Several processes, one a device, each with the same number of full rows. *exposed*: communication "
-    "under which nothing was computed; *against silent ranks*, by a run of its own without communication, it is below 0 "
+    "under which nothing was computed; *against silent ranks*, by another run without communication, it is below 0 "
     "where that run was the slower one. *scaling*: tokens a second of each process, over those of the smallest count.",
     "train_step": "Whole trainers, each in a process of its own, timed by the same callback; medians of steps after "
     "the warm-up, and of rounds. *ratio*: tokens a second of the first arm over this arm's.",
