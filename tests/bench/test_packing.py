@@ -125,6 +125,25 @@ def test_model_is_left_as_it_was() -> None:
     assert all(parameter.grad is None for parameter in bench.parameters)
 
 
+def test_every_case_begins_with_the_same_adapters() -> None:
+    bench = Workbench.of(shape_config("tiny", 2), torch.device("cpu"))
+    case = packing.Case(bench, "tiny", TOKENS, "sdpa", True, random_documents(TOKENS, 500))
+    packing.measure_case(case, PackingBench(rounds=2, warmup=0))
+    trained = [parameter.detach().clone() for parameter in bench.parameters]
+    assert any(not torch.equal(now, then) for now, then in zip(trained, bench.begun, strict=True))
+    seen: list[list[torch.Tensor]] = []
+
+    def note(*_: Any) -> dict[str, Any]:
+        seen.append([parameter.detach().clone() for parameter in bench.parameters])
+        raise InputError("seen")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_measured", note)
+        assert packing.measure_case(case, PackingBench(rounds=2))["refused"] == "seen"
+    assert all(torch.equal(now, then) for now, then in zip(seen[0], bench.begun, strict=True))
+    assert not bench.optimizer.state
+
+
 def leaking(row: wasteful.PackedRow, *_: Any) -> wasteful.Segments:
     return wasteful.Segments.from_lengths([row.position_ids.shape[1]])
 

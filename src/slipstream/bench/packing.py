@@ -190,6 +190,7 @@ def measure_case(case: Case, options: PackingBench, progress: Progress | None = 
     """One row of the results."""
     try:
         refuse_what_does_not_fit(case.bench, case.tokens, case.choice, case.recompute)
+        case.bench.begin_again()
         case.bench.set_recompute(case.recompute)
         apply(case.bench.model, Options(attention=case.choice))  # type: ignore[arg-type]
         return _measured(case, options, progress)

@@ -47,6 +47,24 @@ class Workbench:
     dtype: torch.dtype
     optimizer: torch.optim.Optimizer
     parameters: list[torch.nn.Parameter]
+    begun: list[torch.Tensor] = field(default_factory=list)
+    """What is trained, as it was before any step; on the host."""
+
+    def __post_init__(self) -> None:
+        """Note what is trained as it is now."""
+        self.begun = [parameter.detach().cpu().clone() for parameter in self.parameters]
+
+    def begin_again(self) -> None:
+        """Make what is trained what it was before any step.
+
+        A few hundred steps on one batch learn it by heart, and what is left of its gradient is rounding: arms that
+        compute the same would seem to differ.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.state.clear()
+        with torch.no_grad():
+            for parameter, begun in zip(self.parameters, self.begun, strict=True):
+                parameter.copy_(begun)
 
     @classmethod
     def of(cls, config: Any, device: torch.device, *, nf4: bool = False) -> "Workbench":
