@@ -9,9 +9,10 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,9 +28,9 @@ from slipstream.data.packing import PackingReport, pack_dataset, packed
 from slipstream.data.tokens import Progress, TokenisedSet, tokenise
 from slipstream.decision import Decision
 from slipstream.errors import InputError
-from slipstream.model.load import load_model, load_tokenizer
+from slipstream.model.load import load_config, load_model, load_tokenizer
 from slipstream.model.lora import add_adapter
-from slipstream.model.new_tokens import fit_vocabulary, new_token_ids
+from slipstream.model.new_tokens import check_vocabulary, fit_vocabulary, new_token_ids
 from slipstream.model.quantize import check_quantize, quantize_decisions
 from slipstream.recipe import Recipe
 from slipstream.report.numbers import percent_text
@@ -40,6 +41,13 @@ if TYPE_CHECKING:
     import datasets
 
 LINE_EVERY_SECONDS = 10.0
+UNPACKED: Mapping[str, Decision] = MappingProxyType(
+    {
+        "packing": Decision("packing", False, "packing.enabled: false; documents are padded, one a row"),
+        "attention": Decision("attention", False, "the model's own: packing.enabled is false"),
+    }
+)
+"""What is decided, by name, where a recipe switches packing off."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +175,13 @@ def build_model(recipe: Recipe, device: torch.device) -> Any:
     return model
 
 
+def checked_tokenizer(recipe: Recipe) -> Any:
+    """The recipe's tokenizer; ``InputError`` where the model has no embedding for tokens of its own vocabulary."""
+    tokenizer = load_tokenizer(recipe.model, recipe.load)
+    check_vocabulary(load_config(recipe.model, recipe.load), tokenizer, recipe.model)
+    return tokenizer
+
+
 def check_here(recipe: Recipe) -> None:
     """Raises ``InputError`` for what a recipe asks for and this machine lacks; asked before anything is read."""
     check_trackers(recipe.train)
@@ -184,8 +199,7 @@ def run_decisions(recipe: Recipe, model: Any) -> list[Decision]:
     """What was decided about a loaded model: by ``apply``, corrected by what the recipe switches off, and before."""
     decided, told = decisions(model), new_tokens_decision(recipe)
     if not recipe.packing.enabled:
-        off = Decision("packing", False, "packing.enabled: false; documents are padded, one a row")
-        decided = [off if decision.name == "packing" else decision for decision in decided]
+        decided = [UNPACKED.get(decision.name, decision) for decision in decided]
     return [*decided, *([] if told is None else [told]), *quantize_decisions(model)]
 
 

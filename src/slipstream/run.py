@@ -36,6 +36,7 @@ from slipstream.prepare import (
     Rows,
     build_model,
     check_here,
+    checked_tokenizer,
     data_record,
     planned_steps,
     prepare_rows,
@@ -99,7 +100,7 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks)
     """Stages 2 to 4: everything that comes before the first step, and the dtype to compute in."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = ranks.in_turn(this_machine)  # its ceilings are measured, if they never were, while the device is empty
-    tokenizer = ranks.in_turn(lambda: load_tokenizer(recipe.model, recipe.load))
+    tokenizer = ranks.in_turn(lambda: checked_tokenizer(recipe))
     train_rows = ranks.in_turn(lambda: prepare_rows(recipe, recipe.data.train, tokenizer, console))
     eval_rows = None
     if held_out := recipe.data.eval:
@@ -142,7 +143,8 @@ def _applied(recipe: Recipe, model: nn.Module, autocast: torch.dtype, sets: list
 def _planned(recipe: Recipe, model: nn.Module, target: Target, sets: tuple[Rows, Rows | None]) -> dict[str, Any]:
     """What the plan says of this run, as it was set up."""
     held, hung = sets[1], applied(model)
-    taken = Taken() if hung is None else Taken(hung.attention, hung.split)
+    attention = hung.attention if hung and recipe.packing.enabled else None
+    taken = Taken() if hung is None else Taken(attention, hung.split)
     return run_plan(recipe, target, (sets[0].tokenised, None if held is None else held.tokenised), taken)
 
 

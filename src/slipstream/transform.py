@@ -226,6 +226,19 @@ def packing_decision(model: nn.Module) -> Decision:
     return _packing(base)[0] if applied is None else applied.forward.packing
 
 
+def packed_needs(model: nn.Module) -> tuple[Decision, Needs | None]:
+    """The decision whether a model that nothing was applied to can be trained packed, and what its attention then needs
+    of a kernel; weights may be meta tensors.
+    """
+    base = base_model(model)
+    packing, carrier = _packing(base)
+    return packing, _needs(base, carrier) if packing.on else None
+
+
+def _needs(base: Any, carrier: Carrier | None) -> Needs:
+    return replace(Needs.of(base), mask_only=carrier == "mask")
+
+
 def _packing(base: Any) -> tuple[Decision, Carrier | None]:
     obstacle, carrier = _obstacle(base), None
     if obstacle is None:
@@ -257,7 +270,7 @@ def _attention(
     """The attention choice and its key, or None to leave the model's own, and the decision."""
     if packing.on:
         dtype = options.compute_dtype or base.dtype
-        needs = replace(Needs.of(base), mask_only=carrier == "mask")
+        needs = _needs(base, carrier)
         choice, decision = choose_attention(options.attention, needs, device, dtype)
         return choice, attention_key(choice, needs), decision
     if options.attention != "auto":

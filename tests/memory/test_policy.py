@@ -11,6 +11,7 @@ from slipstream.cost.hardware import Device
 from slipstream.cost.job import Job
 from slipstream.cost.memory import layer_bytes, memory
 from slipstream.cost.offload import Split
+from slipstream.cost.sizes import size_text
 from slipstream.errors import InputError
 from slipstream.memory import policy
 from slipstream.memory.policy import MARGIN, Situation, choose_activations, host_budget
@@ -92,7 +93,7 @@ def test_offload_where_it_can_not_be_is_recompute_and_a_decision(situation: Situ
 def test_host_memory_too_small_is_told_with_what_to_change() -> None:
     size = 49_152 * 4096 * 2
     assert choose_activations("offload", now(H200, 49_152, QWEN3_8B, host_bytes=35 * size)).split == Split(0, 1, 35)
-    told = r"needs 13.1 GiB of host memory \(35 layer inputs of 0.38 GiB\) and may take 13.1 GiB; .*memory.host_limit"
+    told = r"needs 13.1 GiB of host memory \(35 layer inputs of 384.0 MiB\) and may take 13.1 GiB; .*memory.host_limit"
     with pytest.raises(InputError, match=told):
         choose_activations("offload", now(H200, 49_152, QWEN3_8B, host_bytes=35 * size - 1))
 
@@ -113,13 +114,13 @@ def test_auto_keeps_up_to_the_margin_and_recomputes_beyond(free: Any) -> None:
     chosen = choose_activations("auto", now(H200))
     assert chosen.split == Split(6, 0, 0)
     assert "4,096 tokens" in chosen.decisions[0].reason
-    assert " fit 80%" in chosen.decisions[0].reason
+    assert "fits 80%" in chosen.decisions[0].reason
     free(int(needed / MARGIN) - 2)
     chosen = choose_activations("auto", now(H200))
     assert chosen.split == Split(5, 1, 0)
     assert names(chosen) == {"recompute": True, "offload": False}
-    assert "don't fit 80%" in chosen.decisions[0].reason
-    assert "1 of 6 layers are recomputed" in chosen.decisions[0].reason
+    assert "doesn't fit 80%" in chosen.decisions[0].reason
+    assert "1 of 6 layers is recomputed" in chosen.decisions[0].reason
 
 
 def test_what_training_will_take_besides_is_not_free(free: Any) -> None:
@@ -206,12 +207,15 @@ def test_a_hosts_limit_binds_and_is_what_the_reason_says(monkeypatch: pytest.Mon
     monkeypatch.setattr(policy, "host_memory_limit", lambda: needed)
     chosen = choose_activations("auto", now(HOST))
     assert chosen.split != Split(6, 0, 0)
-    assert f"80% of the {needed / GIB:.1f} GiB free" in chosen.decisions[0].reason
+    assert (
+        f"80% of the {size_text(needed)} that weights, gradients and optimizer leave free" in chosen.decisions[0].reason
+    )
 
 
 def test_a_cards_free_memory_is_what_torch_tells(free: Any) -> None:
     free(5 * GIB)
-    assert "of the 5.0 GiB free" in choose_activations("auto", now(H200)).decisions[0].reason
+    reason = choose_activations("auto", now(H200)).decisions[0].reason
+    assert "of the 5.0 GiB that weights, gradients and optimizer leave free" in reason
 
 
 @pytest.mark.parametrize("values", [QWEN3_8B, LLAMA_1B, GPT_OSS_20B])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from packed import FAMILIES, documents, logits_of, model_of, row_of, scaled, with_adapter
 from slipstream import apply
@@ -92,10 +92,24 @@ def test_a_forward_that_fails_is_a_reason() -> None:
     assert model.training
 
 
-def test_a_model_without_weights_is_not_tried() -> None:
+def without_weights(model: Any) -> Any:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", hidden_size=32, num_attention_heads=2))
-    assert find_carrier(model) == ("segments", "not tried: the weights are not loaded")
+        return AutoModelForCausalLM.from_config(model.config)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "nemotron", "xglm"])
+def test_a_model_without_weights_is_answered_as_one_with_them(family: str) -> None:
+    model = tiny_model(family, **FAMILIES.get(family, {}))
+    meta = without_weights(model)
+    before = meta.config.to_dict(), meta.config._attn_implementation, meta.get_experts_implementation()
+    assert find_carrier(meta) == find_carrier(model)
+    assert (meta.config.to_dict(), meta.config._attn_implementation, meta.get_experts_implementation()) == before
+
+
+def test_a_forward_that_looks_at_values_is_not_tried_without_them() -> None:
+    meta = without_weights(tiny_model("llama"))
+    meta.model.layers[0].register_forward_pre_hook(lambda _, args: bool(args[0].sum() > 0) and None)
+    assert find_carrier(meta) == ("segments", "known to reach every attention module only once weights are loaded")
 
 
 def test_the_modules_that_attend_are_named() -> None:

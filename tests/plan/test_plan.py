@@ -19,6 +19,7 @@ from slipstream.data.packing import pack
 from slipstream.errors import InputError
 from slipstream.plan import command, facts, prediction, search
 from slipstream.recipe import Recipe, load_recipe
+from slipstream.transform import packed_needs
 from tiny import tiny_tokenizer
 from tiny_gguf import LAYERS, write_gguf
 
@@ -353,7 +354,8 @@ def test_documents_are_packed_once_for_all_predictions_that_ask_the_same(
     model = facts.skeleton(recipe)
     shape, adapted = facts.shape_of(model), facts.adapted_sizes(recipe.adapter, model)
     lengths = np.random.default_rng(0).integers(20, 1500, size=100_000)
-    found = facts.Facts(model, shape, adapted, 0, lengths, None, {})
+    packing, needs = packed_needs(model)
+    found = facts.Facts(model, shape, adapted, 0, lengths, None, {}, packing=packing, needs=needs)
     made: list[tuple[int, int | None]] = []
     tried: list[Recipe] = []
 
@@ -378,7 +380,9 @@ def test_documents_are_packed_once_for_all_predictions_that_ask_the_same(
 def test_another_way_of_packing_is_not_taken_for_one_that_was_made(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     model = facts.skeleton(recipe)
-    found = facts.Facts(model, facts.shape_of(model), (), 0, np.array([300, 500, 700] * 9), np.array([90] * 9), {})
+    lengths, held_out = np.array([300, 500, 700] * 9), np.array([90] * 9)
+    packing, needs = packed_needs(model)
+    found = facts.Facts(model, facts.shape_of(model), (), 0, lengths, held_out, {}, packing=packing, needs=needs)
     kept = [prediction.packing_of(recipe, found), prediction.packing_of(recipe, found, held_out=True)]
     for override in ("packing.tokens=2048", "packing.window=3", "train.seed=1", "data.max_length=400"):
         kept.append(prediction.packing_of(recipe_of(tmp_path, tmp_path / "model", override), found))
@@ -396,7 +400,8 @@ def test_tiles_are_planned_as_training_has_them(tmp_path: Path) -> None:
         on, reason = decisions(plan(recipe_of(tmp_path, QWEN3_06B, f"memory.tiles={asked}", activations))[0])[
             "tiled mlp"
         ]
-        assert (on, reason) == (True, f"the MLPs of {layers} layers run 64 tokens at a time")
+        assert on
+        assert reason.startswith(f"the MLPs of {layers} layers run 64 tokens at a time, so that")
     long = ["packing.tokens=65536", recompute]
     assert "8,192 tokens" in decisions(plan(recipe_of(tmp_path, QWEN3_06B, *long))[0])["tiled mlp"][1]
     for without, why in (("memory.tiles=none", "asked for: tiles none"), (dropout, "Qwen3MLP has dropout, which")):

@@ -44,6 +44,16 @@ class Device:
     unified_memory: bool
     """Whether device and host share one memory, so that moving tensors to the host frees nothing."""
 
+    @property
+    def in_words(self) -> str:
+        """What kind of device this is, for a sentence."""
+        return "a CPU" if self.kind == "cpu" else f"on {self.kind}"
+
+    @property
+    def capability(self) -> str:
+        """The compute capability as NVIDIA writes it: ``7.5``."""
+        return "none" if self.compute_capability is None else "{}.{}".format(*self.compute_capability)
+
 
 def describe(torch_device: "torch.device | str") -> Device:
     """Describe a torch device; ``InputError`` for a kind that Slipstream does not run on."""

@@ -80,11 +80,11 @@ def _parts(job: Job, moment: str) -> list[Part]:
     return [
         Part("weights", weight_bytes(job), _weights_words(job)),
         Part("adapters", 0 if job.full else 4.0 * job.trained, f"{job.trained:,} float32 masters"),
-        Part("gradients", _gradients(job, end=end), f"of {job.trained:,} parameters"),
+        Part("gradients", _gradients(job, end=end), _gradients_words(job, end=end)),
         Part("optimizer", state_bytes(job), job.optimizer + (", float32 masters" if _has_masters(job) else "")),
         Part("casts", cast_bytes(job, ended=end), f"trained weights in {job.compute}"),
         Part("activations", kept_bytes(job, moment), _kept_words(job)),
-        Part("reload buffers", reload_bytes(job, moment), f"{job.buffers} of a layer's input"),
+        Part("reload buffers", reload_bytes(job, moment), f"{job.buffers}, each for a layer's input"),
         Part("attention mask", mask_bytes(job), "dense, T²"),
         Part("loss" if moment == "loss" else "backward", _working(job, moment), _working_words(job, moment)),
         Part("batch", job.tokens * 36.0, "token ids, labels, positions, segments"),
@@ -96,8 +96,17 @@ def _gradients(job: Job, *, end: bool) -> float:
     """All gradients at the end, and before if batches accumulate; a captured step has a buffer for each all the time,
     and the graph's own besides at the end.
     """
-    present = (end or job.accumulate > 1) + (job.mode == "captured")
-    return present * gradient_bytes(job)
+    return _gradient_copies(job, end=end) * gradient_bytes(job)
+
+
+def _gradient_copies(job: Job, *, end: bool) -> int:
+    return (end or job.accumulate > 1) + (job.mode == "captured")
+
+
+def _gradients_words(job: Job, *, end: bool) -> str:
+    each = f"{job.trained:,} in {job.weights if job.full else 'float32'}"
+    twice = _gradient_copies(job, end=end) > 1
+    return f"{each}, twice: the recorded step's own, and the sum" if twice else each
 
 
 def _working(job: Job, moment: str) -> float:
@@ -124,13 +133,14 @@ def _weights_words(job: Job) -> str:
 def _kept_words(job: Job) -> str:
     counts = job.layers
     named = {"kept": counts.kept, "recomputed": counts.recomputed, "offloaded": counts.offloaded}
-    return ", ".join(f"{count} layers {name}" for name, count in named.items() if count)
+    return ", ".join(f"{count} layer{'s' * (count > 1)} {name}" for name, count in named.items() if count)
 
 
 def _working_words(job: Job, moment: str) -> str:
     if moment != "loss":
         return "one layer's gradients" + (" and recomputed activations" if moment == "recompute" else "")
-    return f"logits of {min(job.tokens, LOSS_CHUNK):,} tokens" if job.chunked_loss else "logits of all tokens"
+    logits = f"logits of {min(job.tokens, LOSS_CHUNK):,} tokens" if job.chunked_loss else "logits of all tokens"
+    return logits if _gradient_copies(job, end=False) else f"{logits}; gradients come when this is gone"
 
 
 def weight_bytes(job: Job) -> float:
@@ -255,11 +265,13 @@ def recomputed_layer_bytes(job: Job, layer: Layer) -> float:
 
 
 def layer_bytes(job: Job, layer: Layer, inner: float = 1.0) -> float:
-    """Bytes a token that one layer saves for its backward; ``inner``: the share of the MLP's own that is there."""
-    if job.fused:
-        return _fused_layer(job, layer, inner)
+    """Bytes a token that one layer saves for its backward; ``inner``: the share of the MLP's own that is there.
+
+    A compiled layer saves no more than an eager one: what the backward can make again is not kept.
+    """
     dense = _adapters_saved(job, layer, inner) + _mlp_saved(job, layer, inner)
-    return _attention_saved(job) + _norms_saved(job) + dense
+    eager = _attention_saved(job) + _norms_saved(job) + dense
+    return min(eager, _fused_layer(job, layer, inner)) if job.fused else eager
 
 
 def _attention_saved(job: Job) -> float:

@@ -25,6 +25,7 @@ import torch
 
 from slipstream.cost.estimate import dense_mask_bytes
 from slipstream.cost.hardware import free_bytes
+from slipstream.cost.sizes import size_text
 from slipstream.errors import InputError
 
 Made = TypeVar("Made")
@@ -180,7 +181,7 @@ class Segments:
         room = LARGEST_MASK_BYTES if needed < ASK_FROM_BYTES else min(LARGEST_MASK_BYTES, free_bytes(self.device))
         if needed > room:
             raise InputError(
-                f"a dense mask of {self.total:,}² tokens takes {needed / 2**30:.1f} GiB > {room / 2**30:.1f} GiB; "
+                f"a dense mask of {self.total:,}² tokens takes {size_text(needed)} > {size_text(room)}; "
                 f"use attention varlen or flex, or lower packing.tokens or packing.rows"
             )
         position = torch.arange(self.total, device=self.device)

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from slipstream.cost.sizes import size_text
 from slipstream.decision import Decision
-from slipstream.memory.host_buffers import GIB, HostBuffer, HostPool
+from slipstream.memory.host_buffers import HostBuffer, HostPool
 from slipstream.memory.transfers import Mark, Transfers
 
 ALIGNMENT = 16
@@ -152,7 +153,7 @@ class Lane:
     def fewer(self, depth: int, nbytes: int) -> None:
         """Go on with ``depth`` buffers for good, since there was no memory for another."""
         self.most = self.depth = max(1, depth)
-        reason = f"out of memory for another reload buffer of {nbytes / GIB:.2f} GiB on {self.device}; {self.most} left"
+        reason = f"out of memory for another reload buffer of {size_text(nbytes)} on {self.device}; {self.most} left"
         self.decide(Decision("reload buffers", self.most > 1, reason))
 
 

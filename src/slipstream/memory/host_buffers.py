@@ -23,10 +23,9 @@ from typing import NamedTuple
 
 import torch
 
+from slipstream.cost.sizes import size_text
 from slipstream.decision import Decision
 from slipstream.memory.transfers import Mark, Transfers
-
-GIB = 2**30
 
 
 class BufferKey(NamedTuple):
@@ -165,7 +164,7 @@ class HostPool:
         if self._pinning and not transfers.pin(memory):
             self._pinning = False
             reason = (
-                f"the system refused to pin {memory.numel():,} bytes of host memory ({self.held / GIB:.1f} GiB with "
+                f"the system refused to pin {memory.numel():,} bytes of host memory ({size_text(self.held)} with "
                 f"those before), so copies go through pageable memory, which is slower; raise the limit on locked "
                 f"memory, or lower memory.host_limit"
             )

@@ -24,10 +24,12 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from slipstream.cost.sizes import size_text
+from slipstream.data.account import counted
 from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.memory.held import Held, Lane
-from slipstream.memory.host_buffers import GIB, BufferKey, HostPool
+from slipstream.memory.host_buffers import BufferKey, HostPool
 from slipstream.memory.transfers import Transfers, transfers_for
 
 Buffers = int | Literal["auto"]
@@ -158,7 +160,7 @@ def buffer_count(buffers: Buffers) -> int:
 def host_shortage(layers: int, nbytes: int, budget: int) -> str:
     """What to say where ``layers`` inputs of ``nbytes`` each exceed the host memory they may take."""
     return (
-        f"activations: offload needs {layers * nbytes / GIB:.1f} GiB of host memory ({layers} layer inputs of "
-        f"{nbytes / GIB:.2f} GiB) and may take {budget / GIB:.1f} GiB; free host memory or raise memory.host_limit, "
+        f"activations: offload needs {size_text(layers * nbytes)} of host memory ({counted(layers, 'layer input')} of "
+        f"{size_text(nbytes)}) and may take {size_text(budget)}; free host memory or raise memory.host_limit, "
         f"lower packing.tokens or packing.rows, or set memory.activations: recompute"
     )

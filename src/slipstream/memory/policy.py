@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from slipstream.cost.hardware import Device, cgroup_room, free_bytes, free_host_memory, host_memory_limit
 from slipstream.cost.job import Job
@@ -28,16 +28,24 @@ from slipstream.cost.memory import (
     recomputed_layer_bytes,
 )
 from slipstream.cost.offload import Demand, Split, cheapest_split, rates_of
+from slipstream.cost.sizes import size_text
 from slipstream.cost.tiles import TilesChoice
+from slipstream.data.account import counted
 from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.memory.offload import buffer_count, host_shortage
 
+MOST_BUFFERS = 1_024
+"""More than any model has layers."""
+MOST_GIB = 2**20
+"""A pebibyte."""
 ActivationsChoice = Literal["auto", "keep", "recompute", "offload"]
-BuffersChoice = Literal["auto"] | Annotated[int, Ge(1)]
+BuffersChoice = Literal["auto"] | Annotated[int, Ge(1), Le(MOST_BUFFERS)]
 MARGIN = 0.8
 """Share of the free memory that a prediction may fill: the formula is not exact and the allocator fragments."""
 GIB = 2**30
+HELD = "weights, gradients and optimizer"
+"""What a step holds besides what the choice is about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +56,7 @@ class MemoryOptions:
     """``keep``, ``recompute`` in the backward, ``offload`` to the host; ``auto``: the cheapest that fits, by layer."""
     buffers: BuffersChoice = "auto"
     """Device buffers for reloading offloaded activations; ``auto`` takes two where there is memory for the second."""
-    host_limit: Annotated[float, Gt(0)] | None = None
+    host_limit: Annotated[float, Gt(0), Le(MOST_GIB)] | None = None
     """GiB of host memory that offloaded activations may take; without it, 80% of what is free."""
     tiles: TilesChoice = "auto"
     """Tokens of a batch that an MLP computes at a time: a number in all layers (of those that are kept, MLPs are then
@@ -148,22 +156,29 @@ def _cheapest(now: Situation, job: Job) -> Chosen:
     found = cheapest_split(demand, usable, now.host_bytes, offload=not_offload is None)
     split = found or _least_memory(demand, now, offload=not_offload is None)
     kept = demand.device_bytes(Split(demand.layers, 0, 0))
-    room = f"{MARGIN:.0%} of the {free / GIB:.1f} GiB free"
-    what = f"activations of {job.tokens:,} tokens take about {kept / GIB:.1f} GiB"
+    what = f"an eager step of {counted(job.tokens, 'token')} that keeps all activations takes about {size_text(kept)}"
+    what, room = f"{what} with its loss", _room(free)
     if split.kept == split.layers:
-        reason = f"{what} and fit {room}"
+        reason = f"{what}, and fits {room}"
         return Chosen(split, (Decision("recompute", False, reason), Decision("offload", False, "everything fits")))
-    treated = f"{split.recomputed + split.offloaded} of {split.layers} layers are recomputed"
-    short = "" if found else f"; even so {demand.device_bytes(split) / GIB:.1f} GiB are needed, so it may not run"
-    recompute = Decision("recompute", True, f"{what} and don't fit {room}: {treated}{short}")
+    again = split.recomputed + split.offloaded
+    treated = f"{again} of {counted(split.layers, 'layer')} {'is' if again == 1 else 'are'} recomputed"
+    short = "" if found else f"; even so it takes {size_text(demand.device_bytes(split))}, so it may not run"
+    recompute = Decision("recompute", True, f"{what}, and doesn't fit {room}: {treated}{short}")
     return Chosen(split, (recompute, _offload_decision(split, demand, not_offload, room)))
+
+
+def _room(free: int) -> str:
+    """What a prediction may fill, in words."""
+    free_part = f"{MARGIN:.0%} of the {size_text(free)} that {HELD} leave free"
+    return free_part if free else f"a device that {HELD} already fill"
 
 
 def _offload_decision(split: Split, demand: Demand, not_offload: str | None, room: str) -> Decision:
     if split.offloaded:
         reason = (
-            f"the inputs of {split.offloaded} of {split.layers} layers, {demand.host_bytes(split) / GIB:.1f} GiB, wait "
-            f"in host memory: with them on the device the step would not fit {room}"
+            f"the inputs of {split.offloaded} of {split.layers} layers, {size_text(demand.host_bytes(split))}, wait in "
+            f"host memory: with them on the device the step would not fit {room}"
         )
         return Decision("offload", True, reason)
     return Decision("offload", False, not_offload or "the inputs of recomputed layers fit the device")

@@ -6,12 +6,15 @@ probe registers a function that computes nothing and writes down what it was giv
 model types, goes stale with every release.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import sdpa_mask
 
 from slipstream.device.segments import Segments
@@ -33,17 +36,18 @@ class _Heard:
 def find_carrier(base: Any) -> tuple[Carrier | None, str]:
     """What brings boundaries to every attention module of ``base``, or None, and the reason in a few words.
 
-    A model whose weights aren't there (meta tensors) is taken to carry segments; its first forward is checked anyway.
+    A model on meta tensors is asked in the same way, for shapes alone are computed. One whose forward looks at values,
+    which aren't there, is taken to carry segments.
     """
     decoder = base.get_decoder()
     parameter = next(decoder.parameters())
-    if parameter.is_meta:
-        return "segments", "not tried: the weights are not loaded"
     # all ones: none that a model makes by itself looks like that
     mask = torch.ones((1, 1, sum(LENGTHS), sum(LENGTHS)), dtype=torch.bool, device=parameter.device)
     try:
         heard = _listen(base, decoder, mask)
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+        if parameter.is_meta:
+            return "segments", "known to reach every attention module only once weights are loaded"
         return None, f"a row of two documents fails in it: {type(error).__name__}: {error}"
     expected = attention_modules(decoder)
     total = max(len(expected), getattr(decoder.config, "num_hidden_layers", 0))
@@ -61,13 +65,34 @@ def attention_modules(decoder: nn.Module) -> dict[int, str]:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both hold the same, on whichever devices: a model over several devices moves what it is given."""
+    """Whether both hold the same, on whichever devices: a model over several devices moves what it is given.
+
+    Meta tensors hold nothing, and are the same if they are one storage.
+    """
+    if one.is_meta or other.is_meta:
+        storages = {one.untyped_storage()._cdata, other.untyped_storage()._cdata}
+        return one.dtype == other.dtype and one.shape == other.shape and len(storages) == 1
     return one.dtype == other.dtype and torch.equal(one.to(other.device), other)
 
 
 def _windows(config: Any) -> bool:
     kinds = set(getattr(config, "layer_types", None) or ())
     return bool(kinds - {"full_attention"}) or getattr(config, "sliding_window", None) is not None
+
+
+@contextmanager
+def _experts_passed_over(base: Any, passed_over: bool) -> Iterator[None]:
+    """Experts that compute nothing: which tokens go to them is told by values, and a model on meta tensors has none."""
+    if not passed_over or not base._can_set_experts_implementation():
+        yield
+        return
+    before = base.get_experts_implementation()
+    ExpertsInterface.register(PROBE, lambda _, hidden, *__: torch.zeros_like(hidden))
+    base.set_experts_implementation(PROBE)
+    try:
+        yield
+    finally:
+        base.set_experts_implementation(before)
 
 
 def _listen(base: Any, decoder: Any, mask: torch.Tensor) -> _Heard:
@@ -97,7 +122,7 @@ def _listen(base: Any, decoder: Any, mask: torch.Tensor) -> _Heard:
     base.eval()
     base.set_attn_implementation(PROBE)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _experts_passed_over(base, mask.is_meta):
             decoder(
                 input_ids=ids,
                 position_ids=segments.position_ids(),

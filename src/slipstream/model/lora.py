@@ -251,10 +251,11 @@ def _taken_for_experts(model: "PreTrainedModel", names: list[str]) -> list[str]:
 
 def check_adapter(model: "PreTrainedModel", options: AdapterOptions, new_tokens: Sequence[int] = ()) -> None:
     """Raises ``InputError`` for a target or a ``modules_to_save`` that matches nothing, ``experts`` or ``router`` on a
-    model without them, and for a target whose rows of ``new_tokens`` are trained; weights may be meta tensors.
+    model without them, a rank that no matrix can have, and for a target whose rows of ``new_tokens`` are trained;
+    weights may be meta tensors.
     """
     _check_saved(model, options.modules_to_save)
-    _routed_targets(model, options)
+    _check_rank(model, options)
     rows = trainable_rows(model, new_tokens, options.modules_to_save) or {}
     both = [name for name in resolve_targets(model, options) if name in rows]
     if both:
@@ -262,6 +263,31 @@ def check_adapter(model: "PreTrainedModel", options: AdapterOptions, new_tokens:
             f"adapter.targets: {_leaf(both[0])!r} has its new tokens' rows trained, and takes no adapter beside them; "
             f"leave it out, or train it whole: adapter.modules_to_save: [{_leaf(both[0])}]"
         )
+
+
+def _check_rank(model: "PreTrainedModel", options: AdapterOptions) -> None:
+    """Raises ``InputError`` for a rank that no adapted matrix can have: beyond the smaller side of the largest one.
+
+    Smaller matrices may get a higher rank than they can use, as in peft: keys of few heads beside wide MLPs.
+    """
+    linear, stacks = _routed_targets(model, options)
+    dense = [_sides(model.get_submodule(name)) for name in (*resolve_targets(model, options), *linear)]
+    most = max(min(sides) for sides in (*dense, *(model.get_parameter(name).shape[-2:] for name in stacks)))
+    if options.rank > most:
+        raise InputError(
+            f"adapter.rank: {options.rank:,} > {most:,}, the smaller side of the largest matrix that gets an adapter: "
+            f"more than a matrix of full rank can learn; set it to at most {most:,}, or adapter.kind: none to train "
+            "all weights"
+        )
+
+
+def _sides(module: "nn.Module") -> tuple[int, ...]:
+    """Rows and columns of a matrix, also of one in four bits, whose packed codes have another shape."""
+    from torch import nn
+
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    return tuple(module.get_parameter("weight").shape)
 
 
 def _routed_targets(model: "PreTrainedModel", options: AdapterOptions) -> tuple[list[str], list[str]]:

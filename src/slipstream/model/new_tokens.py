@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from peft import PeftModel
     from torch import nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 MULTIPLE = 8
 """Rows that the matrices grow to a multiple of: 16 bytes of half precision, which fast matrix kernels align to."""
@@ -54,21 +54,41 @@ def _items(tokens: Sequence[str], wanted: str) -> str:
     return f"{', '.join(first)} and {last}"
 
 
+def check_vocabulary(config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase", model: str) -> None:
+    """Raises ``InputError`` where the tokenizer's own vocabulary, tokens added to it left out, goes beyond the model's.
+
+    Added tokens get rows (``fit_vocabulary``); thousands of own ones without rows mean the tokenizer of another model.
+    """
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    added = set(tokenizer.get_added_vocab().values())
+    largest = max((token for token in tokenizer.get_vocab().values() if token not in added), default=-1)
+    if isinstance(rows, int) and largest >= rows:
+        raise InputError(
+            f"model: the config of {model} has vocab_size {rows:,}, and its tokenizer gives ids up to {largest:,}: the "
+            "last have no embedding; mend vocab_size in config.json, or put the model's own tokenizer beside it"
+        )
+
+
+def rows_needed(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Rows that the tokenizer's ids reach into: more than it has tokens, where it leaves ids out."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def new_token_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", named: Sequence[str]) -> list[int]:
     """Tokens whose rows have to be learned: those ``named``, and those that the checkpoint has no row for. Sorted."""
     rows = model.get_input_embeddings().weight.shape[0]
     known = {int(tokenizer.convert_tokens_to_ids(token)) for token in named}
-    return sorted(known | set(range(rows, len(tokenizer))))
+    return sorted(known | {token for token in tokenizer.get_vocab().values() if token >= rows})
 
 
 def fit_vocabulary(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
     """Give the model a row for every token, in place; new rows are the mean of the old. Never takes rows away."""
     import torch
 
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) <= rows:
+    rows, needed = model.get_input_embeddings().weight.shape[0], rows_needed(tokenizer)
+    if needed <= rows:
         return
-    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=MULTIPLE, mean_resizing=False)
+    model.resize_token_embeddings(needed, pad_to_multiple_of=MULTIPLE, mean_resizing=False)
     with torch.no_grad():
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):
             if module is not None:

@@ -230,9 +230,15 @@ def tile_mlps(
     check_tiles(asked, obstacle)
     if obstacle is not None:
         return [], Decision("tiled mlp", False, obstacle)
-    reason = f"the MLPs of {len(where)} layers run {size:,} tokens at a time, so that only a tile's activations exist"
     mlps: list[Any] = [layer.mlp for layer in where]
-    return [TiledMLP(mlp, size) for mlp in mlps], Decision("tiled mlp", True, reason)
+    return [TiledMLP(mlp, size) for mlp in mlps], tiled_decision(len(where), size)
+
+
+def tiled_decision(layers: int, tile: int) -> Decision:
+    """That the MLPs of so many layers run in tiles of so many tokens."""
+    whose = "the MLP of 1 layer runs" if layers == 1 else f"the MLPs of {layers:,} layers run"
+    reason = f"{whose} {tile:,} tokens at a time, so that only a tile's activations exist"
+    return Decision("tiled mlp", True, reason)
 
 
 def check_tiles(asked: TilesChoice, obstacle: str | None) -> None:

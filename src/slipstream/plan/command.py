@@ -7,7 +7,6 @@ from rich.console import Console
 
 from slipstream.data.learn import use_template
 from slipstream.decision import Decision
-from slipstream.model.load import load_tokenizer
 from slipstream.model.lora import check_adapter
 from slipstream.model.new_tokens import new_token_ids
 from slipstream.model.quantize import check_card
@@ -16,7 +15,14 @@ from slipstream.plan.facts import Facts, Target, facts, skeleton, target, untile
 from slipstream.plan.prediction import Gain, Prediction, choices, gains, predict
 from slipstream.plan.search import Remedy, remedies
 from slipstream.plan.table import show
-from slipstream.prepare import check_here, check_packing, new_tokens_decision, quiet_libraries, tokenised_set
+from slipstream.prepare import (
+    check_here,
+    check_packing,
+    checked_tokenizer,
+    new_tokens_decision,
+    quiet_libraries,
+    tokenised_set,
+)
 from slipstream.recipe import Recipe
 from slipstream.train.options import check_schedule
 
@@ -31,7 +37,7 @@ def plan(recipe: Recipe, *, device: str | None, console: Console) -> tuple[dict[
     aim = target(device)
     _check_device(recipe, aim)
     model = skeleton(recipe)
-    tokenizer = load_tokenizer(recipe.model, recipe.load)
+    tokenizer = checked_tokenizer(recipe)
     _check_model(recipe, model, tokenizer)
     train = tokenised_set(recipe, recipe.data.train, tokenizer, console)
     held_out = tokenised_set(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None

@@ -21,14 +21,17 @@ from slipstream.cost.hardware import Device, describe, free_bytes, host_memory_l
 from slipstream.cost.shape import ModelShape
 from slipstream.data.packing import PackingReport
 from slipstream.data.tokens import TokenisedSet
+from slipstream.decision import Decision
 from slipstream.device.ceilings import ceilings
 from slipstream.device.driver import driver_version
 from slipstream.errors import InputError
 from slipstream.memory.checkpointing import checkpoint_layers
+from slipstream.model.attention import Needs
 from slipstream.model.load import load_config
 from slipstream.model.lora import AdapterOptions, resolve_targets
 from slipstream.model.tiled_mlp import tile_obstacle
 from slipstream.recipe import Recipe
+from slipstream.transform import packed_needs
 
 Lengths = npt.NDArray[np.int64]
 
@@ -64,6 +67,10 @@ class Facts:
     account: dict[str, Any]
     packings: dict[tuple[Any, ...], tuple[PackingReport, Lengths]] = field(default_factory=dict, repr=False)
     """What packing made of the lengths, by what it was asked: ``packing_of`` keeps it for other predictions."""
+    packing: Decision = field(kw_only=True)
+    """Whether the model can be trained packed."""
+    needs: Needs | None = field(kw_only=True)
+    """What its attention needs of a kernel then; None where it can't be packed."""
     untiled: str | None = None
     """Why MLPs can't run in tiles, or None."""
 
@@ -122,8 +129,11 @@ def shape_of(model: Any) -> ModelShape:
 
 def facts(recipe: Recipe, model: Any, train: TokenisedSet, held_out: TokenisedSet | None) -> Facts:
     """The facts about a recipe's model and its tokenised data sets."""
+    packing, needs = packed_needs(model)
     return Facts(
         model=model,
+        packing=packing,
+        needs=needs,
         shape=shape_of(model),
         adapted=adapted_sizes(recipe.adapter, model),
         saved=_saved(recipe.adapter, model),

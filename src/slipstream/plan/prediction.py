@@ -6,6 +6,7 @@
 4. gains    ``gains``     the same with one optimisation taken away
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -33,16 +34,16 @@ from slipstream.decision import Decision
 from slipstream.memory.checkpointing import check_recomputes
 from slipstream.memory.offload import buffer_count
 from slipstream.memory.policy import Situation, choose_activations
-from slipstream.model.attention import Needs, choose_attention
+from slipstream.model.attention import choose_attention
 from slipstream.model.experts_choice import choose_experts
 from slipstream.model.load import check_context
 from slipstream.model.rotary import scaled_by_length
+from slipstream.model.tiled_mlp import tiled_decision
 from slipstream.plan.facts import Facts, Lengths, Target
-from slipstream.prepare import planned_steps, trained_in_place
+from slipstream.prepare import UNPACKED, planned_steps, trained_in_place
 from slipstream.recipe import Recipe
 from slipstream.step.choice import Circumstances, choose_mode, compiler_obstacle, trains_whole
 from slipstream.train.options import ALONE
-from slipstream.transform import packing_decision
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Prediction:
     host_room: float | None
     times: Times
     steps: int
+    evaluations: int
+    """Times that held-out rows are gone through."""
     seconds: float
     """The whole training with its evaluations, without loading."""
     tokens_per_second: float
@@ -123,6 +126,7 @@ def predict(recipe: Recipe, found: Facts, target: Target, taken: Taken | None = 
     used = memory(job)
     times = step_times(_average(recipe, job, report), target.rates, cpu=target.device.kind == "cpu")
     steps = planned_steps(recipe, report.rows)
+    evaluations = _evaluations(recipe, found, steps)
     batches = max(1.0, report.rows / recipe.packing.rows)
     return Prediction(
         job=job,
@@ -132,8 +136,9 @@ def predict(recipe: Recipe, found: Facts, target: Target, taken: Taken | None = 
         host_room=target.host,
         times=times,
         steps=steps,
-        seconds=steps * times.total + _evaluations(recipe, found, job, times, steps),
-        tokens_per_second=report.tokens / batches * recipe.train.accumulate / times.total,
+        evaluations=evaluations,
+        seconds=steps * times.total + evaluations * _evaluation_seconds(recipe, found, job, times),
+        tokens_per_second=report.tokens / batches * job.accumulate / times.total,
         decisions=decided,
     )
 
@@ -187,7 +192,7 @@ def job_of(
         attention=taken.attention or attention or "varlen",
         experts=experts,
         optimizer=recipe.train.optimizer,
-        accumulate=recipe.train.accumulate,
+        accumulate=min(recipe.train.accumulate, max(1, math.ceil(report.rows / recipe.packing.rows))),
         tiles="none" if found.untiled else recipe.memory.tiles,
     )
     mode, stepping = _mode(recipe, found, target, job, attention)
@@ -200,12 +205,6 @@ def job_of(
     return job, tuple(_decisions(recipe, found, target, [attending, *kept, *tiling, stepping, *routing]))
 
 
-def tiled_decision(job: Job, tile: int) -> Decision:
-    """MLPs that training will run in tiles, where they turn out to treat each token by itself."""
-    count = job.layers.layers - (job.layers.kept if job.tiles == "auto" else 0)
-    return Decision("tiled mlp", True, f"the MLPs of {count} layers run {tile:,} tokens at a time")
-
-
 def _tiling(asked: TilesChoice, found: Facts, job: Job) -> list[Decision]:
     """What training will tell of tiles; nothing where rows are too short for them."""
     if asked == "none":
@@ -213,7 +212,9 @@ def _tiling(asked: TilesChoice, found: Facts, job: Job) -> list[Decision]:
     recomputed = job.layers.kept < job.layers.layers
     if found.untiled and tile_tokens(asked, job.tokens, recomputed=recomputed):
         return [Decision("tiled mlp", False, found.untiled)]
-    return [] if job.tile is None else [tiled_decision(job, job.tile)]
+    if job.tile is None:
+        return []
+    return [tiled_decision(job.layers.layers - (job.layers.kept if job.tiles == "auto" else 0), job.tile)]
 
 
 def _widest(recipe: Recipe, lengths: Lengths) -> int:
@@ -236,8 +237,9 @@ def _weights(recipe: Recipe, device: Device) -> str:
 
 def _attention(recipe: Recipe, found: Facts, device: Device) -> tuple[str | None, Decision]:
     if not recipe.packing.enabled:
-        return None, Decision("attention", False, "the model's own: packing.enabled is false")
-    return choose_attention("auto", Needs.of(found.model), device, _dtype(device))
+        return None, UNPACKED["attention"]
+    assert found.needs is not None, "check_packing refuses such models"
+    return choose_attention("auto", found.needs, device, _dtype(device))
 
 
 def _dtype(device: Device) -> torch.dtype:
@@ -287,10 +289,7 @@ def _activations(recipe: Recipe, job: Job, target: Target) -> tuple[Split | None
 
 def _decisions(recipe: Recipe, found: Facts, target: Target, made: list[Decision]) -> Iterator[Decision]:
     device = target.device
-    packing = packing_decision(found.model)
-    if not recipe.packing.enabled:
-        packing = Decision("packing", False, "packing.enabled: false; documents are padded, one a row")
-    yield packing
+    yield found.packing if recipe.packing.enabled else UNPACKED["packing"]
     yield from made
     half = "multiplies it in hardware" if device.bf16 else "does not multiply it in hardware: float32 is used"
     yield Decision("bf16", device.bf16, f"{device.name} {half}")
@@ -304,16 +303,21 @@ def _decisions(recipe: Recipe, found: Facts, target: Target, made: list[Decision
 # 3. time
 
 
-def _evaluations(recipe: Recipe, found: Facts, job: Job, times: Times, steps: int) -> float:
-    """Seconds of all evaluations: before the first step, at every ``eval_every``, and after the last."""
+def _evaluations(recipe: Recipe, found: Facts, steps: int) -> int:
+    """Evaluations of a run: before the first step, at every ``eval_every``, and after the last."""
+    if found.eval_lengths is None:
+        return 0
+    every = recipe.train.eval_every
+    return 2 + ((steps - 1) // every if every else 0)
+
+
+def _evaluation_seconds(recipe: Recipe, found: Facts, job: Job, times: Times) -> float:
+    """Seconds of one evaluation."""
     if found.eval_lengths is None:
         return 0.0
     report, _ = packing_of(recipe, found, held_out=True)
     batches = report.rows / recipe.packing.rows
-    every = recipe.train.eval_every
-    count = 2 + ((steps - 1) // every if every else 0)
-    forward = times.total / recipe.train.accumulate / (job.passes + 2)
-    return count * batches * forward
+    return batches * times.total / job.accumulate / (job.passes + 2)
 
 
 # 4. gains

@@ -7,12 +7,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from slipstream.data.account import counted
 from slipstream.plan.prediction import Gain, Prediction
 from slipstream.plan.search import Remedy
 from slipstream.report.numbers import bytes_text, percent_text, time_text
 
 PARTS = {
-    "matmul": "matrix products",
+    "matmul": "matrix products as they run",
     "adapters": "adapters' products",
     "attention": "attention",
     "elementwise": "norms, activations, sums",
@@ -58,8 +59,8 @@ def packing_line(prediction: Prediction) -> str:
     if not packing.enabled:
         return f"not packed: {1 - packing.fill:.1%} of the tokens computed are padding"
     return (
-        f"packed into {packing.rows:,} rows of {packing.capacity:,} tokens, {percent_text(packing.fill)} full; "
-        f"padding would compute {packing.padded_ratio:.2f} times as many tokens"
+        f"packed into {counted(packing.rows, 'row')} of {packing.capacity:,} tokens, {percent_text(packing.fill)} "
+        f"full; padding would compute {packing.padded_ratio:.2f} times as many tokens"
     )
 
 
@@ -68,10 +69,19 @@ def time_lines(prediction: Prediction, source: str) -> Iterator[str]:
     times = prediction.times
     limit = "the device's work" if times.device >= times.host else "the host, which launches kernels"
     yield (
-        f"a step takes about {seconds_text(times.total)} ({prediction.tokens_per_second:,.0f} tokens/s), "
-        f"{percent_text(times.floor / times.total)} of it matrix products at the {source} rate; it waits for {limit}"
+        f"a step takes about {seconds_text(times.total)} ({speed_text(prediction.tokens_per_second)}); it waits for "
+        f"{limit}"
     )
-    yield f"{prediction.steps:,} steps take about {time_text(prediction.seconds)}, loading not counted"
+    yield (
+        f"no step takes less than {seconds_text(times.floor)}, {percent_text(times.floor / times.total)} of that: "
+        f"its matrix products, all at the {source} rate of a large one"
+    )
+    takes = "takes" if prediction.steps == 1 else "take"
+    evaluated = "" if prediction.evaluations == 0 else f" with {counted(prediction.evaluations, 'evaluation')}"
+    yield (
+        f"{counted(prediction.steps, 'step')} {takes} about {seconds_text(prediction.seconds)}{evaluated}, loading not "
+        "counted"
+    )
 
 
 def remedy_lines(prediction: Prediction, ways: list[Remedy]) -> Iterator[str]:
@@ -90,7 +100,14 @@ def remedy_lines(prediction: Prediction, ways: list[Remedy]) -> Iterator[str]:
 
 def seconds_text(seconds: float) -> str:
     """E.g. ``52.6 ms``, ``1.5 s``."""
-    return f"{seconds * 1e3:.3g} ms" if abs(seconds) < 0.9995 else time_text(seconds)
+    sign = "-" if seconds < 0 else ""
+    return sign + (f"{abs(seconds) * 1e3:.3g} ms" if abs(seconds) < 0.9995 else time_text(abs(seconds)))
+
+
+def speed_text(tokens_per_second: float) -> str:
+    """E.g. ``24,874 tokens/s``, ``0.35 tokens/s``."""
+    digits = ",.0f" if tokens_per_second >= 10 else ".2g"
+    return f"{tokens_per_second:{digits}} tokens/s"
 
 
 def _memory_table(prediction: Prediction) -> Table:
@@ -104,7 +121,7 @@ def _memory_table(prediction: Prediction) -> Table:
 
 
 def _time_table(prediction: Prediction) -> Table:
-    table = _table("time of a step", "part", "time", "share")
+    table = _table("time of a step", "part", "time", "of device")
     times = prediction.times
     for name, words in PARTS.items():
         seconds = getattr(times, name)
@@ -113,6 +130,9 @@ def _time_table(prediction: Prediction) -> Table:
     table.add_row("device together", seconds_text(times.device), "")
     if times.host:
         table.add_row("host meanwhile", seconds_text(times.host), "")
+    if times.waits:
+        table.add_row("host's waits, on top", seconds_text(times.waits), "")
+    table.add_row("the step", seconds_text(times.total), "")
     return table
 
 
@@ -120,14 +140,21 @@ def _gain_table(found: list[Gain], prediction: Prediction) -> Table:
     table = _table("what each optimisation saves a step", "optimisation", "state", "time", "memory")
     for gain in found:
         share = gain.seconds / prediction.times.total
-        time = f"{seconds_text(gain.seconds)} ({share:+.0%})" if gain.seconds else ""
+        time = f"{seconds_text(gain.seconds)} ({share_text(share)})" if gain.seconds else ""
         memory = f"{'-' if gain.bytes < 0 else ''}{bytes_text(abs(gain.bytes))}" if gain.bytes else ""
         table.add_row(gain.name, "on" if gain.on else "off", time, memory)
     return table
 
 
+def share_text(share: float) -> str:
+    """E.g. ``+12%``, ``-3%``, ``0%``."""
+    return f"{share:+.0%}" if abs(share) >= 0.005 else "0%"
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if column in ("size", "time", "share", "memory") and index else "left")
+        table.add_column(
+            column, justify="right" if column in ("size", "time", "of device", "memory") and index else "left"
+        )
     return table

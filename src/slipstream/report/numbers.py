@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.cost.sizes import size_text
 from slipstream.train.records import Records, StepRecord
 
 
@@ -139,11 +140,7 @@ def percent_text(share: float | None) -> str:
 
 def bytes_text(value: float | None) -> str:
     """E.g. ``43.1 GiB``."""
-    if value is None:
-        return "–"
-    power = min(max(0, int(value).bit_length() - 1) // 10, 4)
-    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
-    return f"{value / 1024**power:.{1 if power else 0}f} {unit}"
+    return "–" if value is None else size_text(value)
 
 
 def time_text(seconds: float | None) -> str:
@@ -153,7 +150,7 @@ def time_text(seconds: float | None) -> str:
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {rest:02} s"
+    return f"{minutes // 60:,} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {rest:02} s"
 
 
 def binned(x: Sequence[float], y: Sequence[float], most: int = 600) -> tuple[list[float], list[float]]:

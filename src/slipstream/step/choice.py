@@ -67,7 +67,7 @@ def check_mode(asked: ModeChoice, device: Device, *, packed: bool) -> None:
 def capture_obstacle(about: Circumstances) -> str | None:
     """What stands against recording the step, or None."""
     if about.device.kind != "cuda":
-        return f"CUDA graphs need a CUDA device, the model is on {about.device.kind}"
+        return f"CUDA graphs need a CUDA device, and this is {about.device.in_words}"
     if about.compiler:
         return about.compiler
     if not about.packed:
@@ -110,6 +110,6 @@ def compiler_obstacle(device: Device) -> str | None:
 
     if device.kind == "cuda":
         if device.compute_capability is not None and device.compute_capability < (7, 0):
-            return f"Triton needs compute capability 7.0 or newer, {device.name} has {device.compute_capability}"
+            return f"Triton needs compute capability 7.0 or newer, {device.name} has {device.capability}"
         return None if find_spec("triton") else "Triton is not installed"
     return None if any(map(shutil.which, ("g++", "clang++", "c++"))) else "no C++ compiler was found"

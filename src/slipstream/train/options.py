@@ -15,6 +15,10 @@ from slipstream.step.choice import ModeChoice
 OptimizerChoice = Literal["adamw", "adamw8bit"]
 TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "wandb": ("wandb",)}
 """The packages of which one must be installed for each tracker."""
+MOST_STEPS = 2**31 - 1
+"""Steps of a run, and of its intervals: 68 years of steps of a second."""
+MOST = 1_000_000
+"""Passes over the data, and batches of a step."""
 ALONE = "one process has no one to divide with; start several"
 """Why ``sharding`` is off where there is one process."""
 
@@ -25,11 +29,11 @@ class TrainOptions:
 
     mode: ModeChoice = "auto"
     """How a step runs: ``captured`` as a CUDA graph, ``compiled`` layers, ``eager``; ``auto``: the first that can."""
-    steps: Annotated[int, Gt(0)] | None = None
+    steps: Annotated[int, Gt(0), Le(MOST_STEPS)] | None = None
     """Optimizer steps; overrides ``epochs``. Null: as many as ``epochs`` takes."""
-    epochs: Annotated[float, Gt(0)] = 1
+    epochs: Annotated[float, Gt(0), Le(MOST)] = 1
     """Passes over the data."""
-    accumulate: Annotated[int, Gt(0)] = 1
+    accumulate: Annotated[int, Gt(0), Le(MOST)] = 1
     """Batches whose gradients are summed into one optimizer step."""
     learning_rate: Annotated[float, Gt(0)] = 2.0e-4
     """Peak learning rate."""
@@ -45,11 +49,11 @@ class TrainOptions:
     """Largest gradient norm; 0 does not clip."""
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0
     """Seed of packing order, adapter weights and dropout."""
-    eval_every: Annotated[int, Gt(0)] | None = None
+    eval_every: Annotated[int, Gt(0), Le(MOST_STEPS)] | None = None
     """Steps between evaluations; null evaluates before the first and after the last step."""
-    save_every: Annotated[int, Gt(0)] | None = None
+    save_every: Annotated[int, Gt(0), Le(MOST_STEPS)] | None = None
     """Steps between checkpoints; null saves at the end and when interrupted."""
-    keep: Annotated[int, Gt(0)] = 2
+    keep: Annotated[int, Gt(0), Le(MOST_STEPS)] = 2
     """Newest checkpoints to keep; the one with the best evaluation is kept besides."""
     sharding: Literal["none", "fsdp2"] = "none"
     """With several processes: ``none`` keeps all weights in each, ``fsdp2`` divides them, for models too large."""
@@ -76,7 +80,13 @@ def check_optimizer(options: TrainOptions) -> None:
 
 
 def check_schedule(options: TrainOptions, steps: int) -> None:
-    """Raises ``InputError`` where the warm-up takes all of the run's ``steps``; known once its rows are counted."""
+    """Raises ``InputError`` where a run has too many ``steps``, or its warm-up takes all of them; known once its rows
+    are counted.
+    """
+    if steps > MOST_STEPS:
+        raise InputError(
+            f"train.epochs: {options.epochs:g} makes {steps:,} steps > {MOST_STEPS:,}; lower it, or set train.steps"
+        )
     if options.warmup >= 1 and options.warmup >= steps:
         longer = "train.epochs" if options.steps is None else "train.steps"
         raise InputError(

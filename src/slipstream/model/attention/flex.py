@@ -26,9 +26,9 @@ def obstacle(needs: Needs, device: Device, dtype: torch.dtype) -> str | None:
     if needs.mask_only:
         return "this model hands its attention a mask, but no segments"
     if device.kind != "cuda":
-        return f"its kernels train on CUDA devices only, the model is on {device.kind}"
+        return f"its kernels train on CUDA devices only, and this is {device.in_words}"
     if device.compute_capability is None or device.compute_capability < (8, 0):
-        return f"its kernels need compute capability 8.0 or newer, {device.name} has {device.compute_capability}"
+        return f"its kernels need compute capability 8.0 or newer, {device.name} has {device.capability}"
     if needs.dropout:
         return f"it has no dropout and the model's attention_dropout is {needs.dropout}"
     if needs.head_width < SMALLEST_HEAD:

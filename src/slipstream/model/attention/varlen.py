@@ -28,9 +28,9 @@ def obstacle(needs: Needs, device: Device, dtype: torch.dtype) -> str | None:
     if needs.mask_only:
         return "this model hands its attention a mask, but no segments"
     if device.kind != "cuda":
-        return f"it needs a CUDA device, the model is on {device.kind}"
+        return f"it needs a CUDA device, and this is {device.in_words}"
     if device.compute_capability is None or device.compute_capability < (8, 0):
-        return f"its kernel needs compute capability 8.0 or newer, {device.name} has {device.compute_capability}"
+        return f"its kernel needs compute capability 8.0 or newer, {device.name} has {device.capability}"
     if dtype not in HALF:
         return f"its kernel computes in bfloat16 or float16, not {dtype}"
     if needs.dropout:

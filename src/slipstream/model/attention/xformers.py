@@ -22,13 +22,13 @@ def obstacle(needs: Needs, device: Device, dtype: torch.dtype) -> str | None:
     if needs.mask_only:
         return "this model hands its attention a mask, but no segments"
     if device.kind != "cuda":
-        return f"its kernels need a CUDA device, the model is on {device.kind}"
+        return f"its kernels need a CUDA device, and this is {device.in_words}"
     if find_spec("xformers") is None:
         return "xFormers is not installed (pip install 'slipstream[xformers]')"
     if not _has_kernels():
         return "the installed xFormers has no CUDA kernels for this PyTorch (python -m xformers.info says more)"
     if device.compute_capability is None or device.compute_capability < OLDEST:
-        return f"its kernels need compute capability 7.0 or newer, {device.name} has {device.compute_capability}"
+        return f"its kernels need compute capability 7.0 or newer, {device.name} has {device.capability}"
     if dtype not in HALF:
         return f"its fast kernels compute in bfloat16 or float16, not {dtype}"
     if needs.extras():
