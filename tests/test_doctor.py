@@ -31,45 +31,71 @@ def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_card_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", lambda name: name)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("slipstream.model.quantize.find_spec", lambda name: name)
+    monkeypatch.setattr("slipstream.train.options.find_spec", lambda name: name)
     capabilities = found(HOPPER)
     missing = {name for name, item in capabilities.items() if not item.available}
     assert missing <= {"attention xformers"}  # whose kernels no test machine has
     assert "load.dtype auto takes bfloat16" in capabilities
 
 
+ALWAYS = {
+    "packing",
+    "attention sdpa",
+    "activations keep",
+    "activations recompute",
+    "tiled mlp",
+    "experts loop",
+    "step compiled",
+    "step eager",
+}
+CARD = {"training on CUDA", "activations offload", "step captured"}
+AMPERE = {"bf16 compute", "attention varlen", "attention flex"}
 CLASSES = {
-    "rtx-4060-laptop": {"compiled step", "captured step", "offloaded activations", "bf16 compute", "attention flex"},
-    "rtx-2070-laptop": {"compiled step", "captured step", "offloaded activations"},
-    "h200": {"compiled step", "captured step", "offloaded activations", "bf16 compute", "attention flex"},
-    "dgx-spark": {"compiled step", "captured step", "bf16 compute", "attention flex"},
+    "rtx-4060-laptop": CARD | AMPERE,
+    "rtx-2070-laptop": CARD,
+    "h200": CARD | AMPERE | {"experts grouped"},
+    "dgx-spark": CARD | AMPERE,
 }
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_device_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "bitsandbytes" else name)
+    missing = {"bitsandbytes", "xformers"}
+    for where in ("importlib.util", "slipstream.model.quantize", "slipstream.model.attention.xformers"):
+        monkeypatch.setattr(f"{where}.find_spec", lambda name: None if name in missing else name)
+    monkeypatch.setattr("slipstream.train.options.find_spec", lambda name: None)
     device, _ = named_device(name)
     capabilities = found(device)
-    asked = {"compiled step", "captured step", "offloaded activations", "bf16 compute", "attention flex"}
-    assert {item for item in asked if capabilities[item].available} == CLASSES[name]
-    assert "pip install" in capabilities["NF4 weights and 8-bit optimizer"].reason
-    assert all(item.reason for item in capabilities.values())
     dtype = "bfloat16" if device.bf16 else "float32"
-    assert f"load.dtype auto takes {dtype}" in capabilities
+    available = {item for item in capabilities if capabilities[item].available}
+    assert available == ALWAYS | CLASSES[name] | {f"load.dtype auto takes {dtype}"}
+    for item, extra in (("NF4 weights", "nf4"), ("8-bit optimizer", "nf4"), ("attention xformers", "xformers")):
+        assert f"pip install 'slipstream[{extra}]'" in capabilities[item].reason
+    assert all(item.reason for item in capabilities.values())
 
 
 def test_a_cpu_has_what_needs_no_card() -> None:
     capabilities = found(no_cuda="no driver")
-    assert {name for name, item in capabilities.items() if item.available} == {
-        "attention sdpa",
-        "load.dtype auto takes float32",
-    }
+    available = {name for name, item in capabilities.items() if item.available}
+    assert available == {*ALWAYS, "experts grouped", "load.dtype auto takes float32"}
+    assert "auto takes loop: nothing waits" in capabilities["experts grouped"].reason
+    assert "auto takes eager" in capabilities["step compiled"].reason
+    assert not any("the model is on" in item.reason for item in capabilities.values())  # there is none
 
 
 def test_a_card_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
-    assert "Triton" in found(HOPPER)["compiled step"].reason
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    capabilities = found(HOPPER)
+    for name in ("step compiled", "step captured"):
+        assert capabilities[name] == doctor.Capability(name, False, "Triton is not installed; auto takes eager")
+
+
+def test_memory_shared_with_the_host_is_offloaded_only_where_asked_for() -> None:
+    spark, _ = named_device("dgx-spark")
+    reason = found(spark)["activations offload"].reason
+    assert reason.startswith("where asked for; auto never does: NVIDIA GB10 shares one memory")
 
 
 def test_an_old_card_says_what_is_missing() -> None:

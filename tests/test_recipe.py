@@ -189,7 +189,7 @@ def test_a_key_given_twice(write: Write) -> None:
         ("train.learning_rate=true", "train.learning_rate: true does not fit"),
         ("adapter.dropout=1", "adapter.dropout: 1 does not fit; give a number >= 0 and < 1"),
         ("train.schedule=cosin", "train.schedule: cosin does not fit; give one of cosine, linear, constant"),
-        ("train.steps=0", "train.steps: 0 does not fit; give a whole number > 0, or null"),
+        ("train.steps=0", "train.steps: 0 does not fit; give a whole number > 0 and <= 2,147,483,647, or null"),
         ("train.trackers=[mlflow]", "train.trackers: [mlflow] does not fit; give a list, each item one of"),
         ("adapter.targets=[1]", "adapter.targets: [1] does not fit; give text, or a list, each item text"),
         ("data.fields=[a]", "data.fields: [a] does not fit; give a mapping of text to text"),

@@ -54,7 +54,7 @@ def test_every_key_is_there_with_what_it_takes_its_default_and_its_meaning(gener
 def test_choices_bounds_and_defaults(generator: Any) -> None:
     rows = rows_of(generator.table(TrainOptions, fields(TrainOptions), "train."))
     assert rows["train.mode"][:2] == ["one of auto, eager, compiled, captured", "`auto`"]
-    assert rows["train.steps"][:2] == ["a whole number > 0, or null", "`null`"]
+    assert rows["train.steps"][:2] == ["a whole number > 0 and <= 2,147,483,647, or null", "`null`"]
     assert rows["train.learning_rate"][:2] == ["a number > 0", "`0.0002`"]
 
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
+from slipstream import doctor
 from slipstream.memory.policy import ActivationsChoice
 from slipstream.model.attention import AttentionChoice
 from slipstream.model.experts_choice import ExpertsChoice
@@ -64,6 +65,44 @@ def test_done_replaced_and_refused(generator: Any) -> None:
     assert {cell for key, row in rows.items() if key[0] != "---" for cell in row} >= {"on", "refused", "→ recompute"}
 
 
+LINES = {
+    **{f"attention {name}": ("attention, dense", name) for name in get_args(AttentionChoice)[1:]},
+    **{f"activations {name}": ("activations", name) for name in get_args(ActivationsChoice)[1:]},
+    **{f"experts {name}": ("experts", name) for name in get_args(ExpertsChoice)[1:]},
+    **{f"step {name}": ("step, dense, LoRA", name) for name in get_args(ModeChoice)[1:]},
+    "NF4 weights": ("adapter", "LoRA, NF4 base"),
+}
+"""What the doctor calls the page's choices."""
+
+
+def test_the_doctor_says_the_same_of_every_device(generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.model.quantize.find_spec", lambda name: name)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # Triton, as on the page
+    rows, seen = rows_of(generator.matrix()), set()
+    dimensions = {key[0] for key in rows} - {"---", "dimension"}
+    assert dimensions - {key for key, _ in LINES.values()} == {"attention, mixture", "step, all weights"}
+    for column, name in enumerate(generator.CLASSES.values()):
+        device = generator.devices()[name]
+        told = {one.name: one for one in doctor.capabilities([device] * (device.kind == "cuda"), device, "none here")}
+        for line, (dimension, choice) in LINES.items():
+            cell = rows[dimension, choice][column]
+            assert told[line].available == (cell == "on"), (name, line, told[line])
+            seen.add(cell)
+        sinks = [rows["attention, mixture", kernel][column] == "on" for kernel in generator.ATTENTION]
+        lines = [told[f"attention {kernel}"] for kernel in generator.ATTENTION]
+        assert sinks == [line.available and "not with attention sinks" not in line.reason for line in lines]
+        whole = rows["step, all weights", "captured"][column] == "on"
+        assert whole == (told["step captured"].available and "not of all weights" not in told["step captured"].reason)
+        support = generator.support(device)
+        for kind, taken in (
+            ("attention", support.attention[0]),
+            ("experts", support.experts[0]),
+            ("step", support.step[0]),
+        ):
+            assert "what auto takes" in told[f"{kind} {taken}"].reason
+    assert seen == {"on", "refused", "→ recompute"}
+
+
 def test_steps_by_class(generator: Any) -> None:
     text = dict(zip(generator.CLASSES, generator.steps(), strict=True))
     hopper = text["Data-centre cards with a grouped product (Hopper, B200)"]
@@ -88,6 +127,6 @@ def test_every_class_is_there_with_reasons(generator: Any) -> None:
         "shares one memory with the host",
         "wait in host memory",
         "needs compute capability 8.0 or newer",
-        "CUDA graphs need a CUDA device",
+        "CUDA graphs need a CUDA device, and this is a CPU",
     ):
         assert told in text

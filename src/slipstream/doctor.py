@@ -8,13 +8,12 @@ kernel once would prove more and take a minute. Only the ceilings of the device 
 
 import os
 import platform
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cost.hardware import (
-    BF16_CAPABILITY,
     Device,
     available_memory,
     cgroup_limit,
@@ -24,14 +23,41 @@ from slipstream.cost.hardware import (
     host_memory_limit,
     machine_memory,
 )
+from slipstream.cost.tiles import LONG_ROW, TILE
 from slipstream.device.driver import driver_version
+from slipstream.errors import InputError
+from slipstream.memory.policy import MARGIN, offload_in_vain, offload_obstacle
+from slipstream.model.attention import KERNELS, WHAT, Needs, choose_attention
+from slipstream.model.experts_choice import WHAT as EXPERTS
+from slipstream.model.experts_choice import auto_experts, grouped_obstacle
+from slipstream.model.quantize import check_quantize
+from slipstream.step.choice import (
+    Circumstances,
+    capture_obstacle,
+    choose_mode,
+    compile_obstacle,
+    compiler_obstacle,
+)
+from slipstream.train.options import TrainOptions, check_optimizer
 from slipstream.versions import SLIPSTREAM, library_versions
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
     from rich.table import Table
 
 GIB = 1024**3
+DENSE = Needs(head_width=64, value_width=64)
+"""What most models need of attention."""
+SINKS = replace(DENSE, sinks=True)
+TAKEN = "; what auto takes"
+MODES: Mapping[str, str] = MappingProxyType(
+    {
+        "captured": "a CUDA graph replays forward, loss and backward in one launch",
+        "compiled": "layers are compiled, elementwise kernels fused",
+        "eager": "each kernel is launched from Python",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -77,18 +103,22 @@ def report(*, fresh: bool = False) -> dict[str, Any]:
 
 
 def capabilities(cards: list[Device], host: Device, no_cuda: str) -> Iterator[Capability]:
-    """What the device that would train (the first card, else the CPU) offers; ``no_cuda`` says why there is no card."""
+    """What the device that would train (the first card, else the CPU) offers; ``no_cuda`` says why there is no card.
+
+    A choice is available where a recipe that names it gets it; the reasons are those of the functions that decide when
+    a model is trained (``docs/support.md`` has their answers for other devices).
+    """
     device = cards[0] if cards else host
     yield Capability("training on CUDA", bool(cards), device.name if cards else no_cuda)
-    yield Capability("attention varlen", *_varlen(device))
-    yield from _other_attention(device)
-    yield Capability("attention sdpa", True, "works on every device; its mask grows with the square of the row length")
-    yield Capability("bf16 compute", device.bf16, _bf16_reason(device))
-    yield Capability("offloaded activations", *_offload(device))
-    yield Capability("compiled step", *_compiled(device))
-    yield Capability("captured step", *_card_only(device, "CUDA graphs: a step is replayed without launches"))
-    yield Capability("NF4 weights and 8-bit optimizer", *_bitsandbytes(device))
     yield Capability(f"load.dtype auto takes {compute_dtype(device)}", True, _bf16_reason(device))
+    yield Capability("bf16 compute", device.bf16, _bf16_reason(device))
+    yield Capability("packing", True, "boundaries are built once a batch; which models can be packed, a plan says")
+    yield from _attention(device)
+    yield from _activations(device)
+    yield from _experts(device)
+    yield from _steps(device)
+    yield _asked("NF4 weights", lambda: check_quantize("nf4", has_card=device.kind == "cuda"))
+    yield _asked("8-bit optimizer", lambda: check_optimizer(TrainOptions(optimizer="adamw8bit")))
 
 
 def no_cuda_reason(built_for: str | None, driver: str | None) -> str:
@@ -176,54 +206,78 @@ def _cuda_works() -> bool:
     return torch.cuda.is_available()
 
 
-def _varlen(device: Device) -> tuple[bool, str]:
-    if device.compute_capability is None:
-        return False, "needs a CUDA card; sdpa is used"
-    if device.compute_capability < BF16_CAPABILITY:
-        return False, f"needs compute capability >= 8.0, this card has {_dotted(device)}; sdpa is used"
-    return True, f"compute capability {_dotted(device)}; reads packed boundaries directly, without a mask"
+def _attention(device: Device) -> Iterator[Capability]:
+    """Each kernel for a model of plain dot products, and whether it takes attention sinks too."""
+    dtype = _dtype(device)
+    auto, _ = choose_attention("auto", DENSE, device, dtype)
+    for name, kernel in KERNELS.items():
+        obstacle, with_sinks = (kernel.obstacle(needs, device, dtype) for needs in (DENSE, SINKS))
+        if obstacle is None:
+            why = WHAT[name] + TAKEN * (name == auto)
+            why += f"; not with attention sinks (gpt-oss): {with_sinks}" if with_sinks else ""
+        else:
+            why = f"{obstacle}; auto takes {auto}"
+        yield Capability(f"attention {name}", obstacle is None, why)
 
 
-def _other_attention(device: Device) -> Iterator[Capability]:
-    """xFormers and FlexAttention, for a model of plain dot products."""
+def _activations(device: Device) -> Iterator[Capability]:
+    yield Capability("activations keep", True, f"what auto does where a step fits {MARGIN:.0%} of the free memory")
+    yield Capability("activations recompute", True, "what auto does with layers that do not fit")
+    obstacle, in_vain = offload_obstacle(device), offload_in_vain(device)
+    why = "what auto does where recomputing alone does not fit: layer inputs wait in host memory"
+    if obstacle is None and in_vain:
+        why = f"where asked for; auto never does: {in_vain}"
+    yield Capability(
+        "activations offload", obstacle is None, why if obstacle is None else f"{obstacle}; recompute is taken for it"
+    )
+    tiles = f"auto: {TILE:,} tokens at a time in recomputed layers of batches beyond {LONG_ROW:,} tokens"
+    yield Capability("tiled mlp", True, tiles)
+
+
+def _experts(device: Device) -> Iterator[Capability]:
+    """How a mixture's experts are computed, of widths that a grouped product takes."""
+    obstacle = grouped_obstacle([], device, _dtype(device))
+    auto, against = auto_experts(obstacle, device)
+    grouped = EXPERTS["grouped"] + TAKEN * (auto == "grouped") + (f"; auto takes loop: {against}" if against else "")
+    yield Capability("experts grouped", obstacle is None, f"{obstacle}; auto takes loop" if obstacle else grouped)
+    yield Capability("experts loop", True, EXPERTS["loop"] + TAKEN * (auto == "loop"))
+
+
+def _steps(device: Device) -> Iterator[Capability]:
+    """How the step of a dense model with adapters can run; what else bears on it is told beside the captured one."""
+    dtype = _dtype(device)
+    attention, _ = choose_attention("auto", DENSE, device, dtype)
+    plain = Circumstances(device=device, packed=True, attention=attention, compiler=compiler_obstacle(device))
+    auto, _ = choose_mode("auto", plain)
+    loop = auto_experts(grouped_obstacle([], device, dtype), device)[0] == "loop"
+    others = {"all weights": replace(plain, whole=True), "mixtures": replace(plain, host_experts=loop)}
+    obstacles = {"captured": capture_obstacle(plain), "compiled": compile_obstacle(plain), "eager": None}
+    for name, obstacle in obstacles.items():
+        why = MODES[name] + (TAKEN if name == auto else f"; auto takes {auto}")
+        if name == "captured":
+            told = ((of, capture_obstacle(about)) for of, about in others.items())
+            why += "".join(f"; not of {of}: {against}" for of, against in told if against)
+        yield Capability(f"step {name}", obstacle is None, f"{obstacle}; auto takes {auto}" if obstacle else why)
+
+
+def _asked(name: str, check: Callable[[], None]) -> Capability:
+    """A capability that a check refuses with the reason, or lets pass."""
+    try:
+        check()
+    except InputError as refused:
+        return Capability(name, False, str(refused).partition(": ")[2].partition("; set ")[0])
+    return Capability(name, True, "bitsandbytes is installed")
+
+
+def _dtype(device: Device) -> "torch.dtype":
     import torch
 
-    from slipstream.model.attention import KERNELS, WHAT, Needs
-
-    plain, dtype = Needs(head_width=64, value_width=64), getattr(torch, compute_dtype(device))
-    for name in ("xformers", "flex"):
-        obstacle = KERNELS[name].obstacle(plain, device, dtype)
-        yield Capability(f"attention {name}", obstacle is None, obstacle or WHAT[name])
-
-
-def _card_only(device: Device, what: str) -> tuple[bool, str]:
-    return (True, what) if device.kind == "cuda" else (False, "needs a CUDA card")
-
-
-def _offload(device: Device) -> tuple[bool, str]:
-    if device.kind == "cuda" and device.unified_memory:
-        return False, f"{device.name} shares one memory with its host: moving activations frees nothing"
-    return _card_only(device, "layer inputs wait in pinned host memory, reloaded before they are needed")
-
-
-def _compiled(device: Device) -> tuple[bool, str]:
-    if device.kind == "cuda" and find_spec("triton") is None:
-        return False, "Triton is not installed, which writes the fused kernels; install a CUDA build of torch"
-    return _card_only(device, "layers are compiled, elementwise kernels fused")
-
-
-def _bitsandbytes(device: Device) -> tuple[bool, str]:
-    if device.kind == "cuda" and find_spec("bitsandbytes") is None:
-        return False, "bitsandbytes is not installed (pip install 'slipstream[nf4]')"
-    return _card_only(device, "bitsandbytes is installed")
+    dtype: torch.dtype = getattr(torch, compute_dtype(device))
+    return dtype
 
 
 def _bf16_reason(device: Device) -> str:
     if device.compute_capability is not None:
         sign = ">=" if device.bf16 else "<"
-        return f"compute capability {_dotted(device)} {sign} 8.0"
+        return f"compute capability {device.capability} {sign} 8.0"
     return "the CPU has bf16 units" if device.bf16 else "this CPU shows no bf16 units, where float32 is faster"
-
-
-def _dotted(device: Device) -> str:
-    return "none" if device.compute_capability is None else "{}.{}".format(*device.compute_capability)

@@ -93,7 +93,7 @@ def expected(hint: Any) -> str:
 def _bound(bound: Any) -> str:
     """One bound of the ``annotated_types`` kind; other annotations say nothing of the value."""
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    return "".join(f"{sign} {getattr(bound, name)}" for name, sign in signs.items() if hasattr(bound, name))
+    return "".join(f"{sign} {getattr(bound, name):,}" for name, sign in signs.items() if hasattr(bound, name))
 
 
 def kinds(hint: Any) -> Iterator[Any]:

@@ -202,7 +202,7 @@ def test_experts(tmp_path: Path) -> None:
     document, fits, _ = plan(recipe_of(tmp_path, {**GPT_OSS_20B, "num_hidden_layers": 4, "layer_types": None}))
     gains = {gain["name"]: gain for gain in document["gains"]}
     assert fits
-    assert gains["experts by one sort"]["seconds"] > 0
+    assert gains["grouped experts"]["seconds"] > 0
     assert decisions(document)["attention"][1].startswith("varlen")  # sinks are no obstacle
 
 

@@ -106,7 +106,7 @@ def _gradient_copies(job: Job, *, end: bool) -> int:
 def _gradients_words(job: Job, *, end: bool) -> str:
     each = f"{job.trained:,} in {job.weights if job.full else 'float32'}"
     twice = _gradient_copies(job, end=end) > 1
-    return f"{each}, twice: the recorded step's own, and the sum" if twice else each
+    return f"{each}, and again in the recorded step" if twice else each
 
 
 def _working(job: Job, moment: str) -> float:
@@ -140,7 +140,7 @@ def _working_words(job: Job, moment: str) -> str:
     if moment != "loss":
         return "one layer's gradients" + (" and recomputed activations" if moment == "recompute" else "")
     logits = f"logits of {min(job.tokens, LOSS_CHUNK):,} tokens" if job.chunked_loss else "logits of all tokens"
-    return logits if _gradient_copies(job, end=False) else f"{logits}; gradients come when this is gone"
+    return logits if _gradient_copies(job, end=False) else f"{logits}; no gradients yet"
 
 
 def weight_bytes(job: Job) -> float:

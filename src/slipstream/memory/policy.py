@@ -132,20 +132,30 @@ def _offload_asked(now: Situation) -> Chosen:
 
 def _obstacle(now: Situation) -> str | None:
     """Why layer inputs can't be moved to the host here at all."""
-    if now.device.kind != "cuda":
-        return "this device's memory is the host's: there is nowhere to move activations to"
+    if (obstacle := offload_obstacle(now.device)) is not None:
+        return obstacle
     if now.layers < 2:
         return "this model's layers can't be told apart, so no layer's input can be moved by itself"
     return None
 
 
+def offload_obstacle(device: Device) -> str | None:
+    """Why nothing can be moved off this device, or None."""
+    if device.kind != "cuda":
+        return "this device's memory is the host's: there is nowhere to move activations to"
+    return None
+
+
+def offload_in_vain(device: Device) -> str | None:
+    """Why moving activations off this device frees nothing, so that ``auto`` leaves it, or None."""
+    if device.unified_memory:
+        return f"{device.name} shares one memory with the host: moving activations there frees nothing"
+    return None
+
+
 def _why_not_auto(now: Situation) -> str | None:
     """Why ``auto`` does not consider offloading."""
-    if (obstacle := _obstacle(now)) is not None:
-        return obstacle
-    if now.device.unified_memory:
-        return f"{now.device.name} shares one memory with the host: moving activations there frees nothing"
-    return None
+    return _obstacle(now) or offload_in_vain(now.device)
 
 
 def _cheapest(now: Situation, job: Job) -> Chosen:

@@ -66,11 +66,16 @@ def choose_experts(
     kernels = kernels_told(device.kind)
     if asked != "auto":
         return asked, Decision("experts", True, f"{asked}: {WHAT[asked]} (asked for){kernels}")
+    chosen, against = auto_experts(obstacle, device)
+    why = f" ({against})" if against else ""
+    return chosen, Decision("experts", True, f"{chosen}: {WHAT[chosen]}{why}{kernels}")
+
+
+def auto_experts(obstacle: str | None, device: Device) -> tuple[Named, str | None]:
+    """What ``auto`` takes where ``obstacle`` (or None) stands in the way of grouped products, and why not those."""
     if obstacle is None and device.kind == "cpu":
         obstacle = "nothing waits for a host that computes itself"
-    chosen: Named = "loop" if obstacle else "grouped"
-    why = f" ({obstacle})" if obstacle else ""
-    return chosen, Decision("experts", True, f"{chosen}: {WHAT[chosen]}{why}{kernels}")
+    return ("loop" if obstacle else "grouped"), obstacle
 
 
 def _unfit(base: Any, experts: list[Any]) -> str | None:

@@ -365,4 +365,4 @@ def _toggles(job: Job, device: Device) -> Iterator[tuple[str, bool, Job]]:
         yield "captured step", job.mode == "captured", replace(job, mode="eager" if job.fused else "captured")
     if any(layer.experts for layer in job.shape.layers):
         grouped = job.experts == "grouped"
-        yield "experts by one sort", grouped, replace(job, experts="loop" if grouped else "grouped")
+        yield "grouped experts", grouped, replace(job, experts="loop" if grouped else "grouped")
