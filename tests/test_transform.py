@@ -59,7 +59,7 @@ def test_decisions_tell_what_was_chosen_and_why() -> None:
     assert set(found) == {"attention", "recompute", "offload", "packing", "experts"}
     assert found["attention"].on
     assert "sdpa" in found["attention"].reason
-    assert "cpu" in found["attention"].reason
+    assert "CPU" in found["attention"].reason
     assert not found["recompute"].on
     assert found["packing"].on
     assert not found["experts"].on

@@ -19,7 +19,6 @@ from slipstream.data.packing import pack
 from slipstream.errors import InputError
 from slipstream.plan import command, facts, prediction, search
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.transform import packed_needs
 from tiny import tiny_tokenizer
 from tiny_gguf import LAYERS, write_gguf
 
@@ -354,8 +353,7 @@ def test_documents_are_packed_once_for_all_predictions_that_ask_the_same(
     model = facts.skeleton(recipe)
     shape, adapted = facts.shape_of(model), facts.adapted_sizes(recipe.adapter, model)
     lengths = np.random.default_rng(0).integers(20, 1500, size=100_000)
-    packing, needs = packed_needs(model)
-    found = facts.Facts(model, shape, adapted, 0, lengths, None, {}, packing=packing, needs=needs)
+    found = facts.Facts(model, shape, adapted, 0, lengths, None, {})
     made: list[tuple[int, int | None]] = []
     tried: list[Recipe] = []
 
@@ -380,9 +378,7 @@ def test_documents_are_packed_once_for_all_predictions_that_ask_the_same(
 def test_another_way_of_packing_is_not_taken_for_one_that_was_made(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     model = facts.skeleton(recipe)
-    lengths, held_out = np.array([300, 500, 700] * 9), np.array([90] * 9)
-    packing, needs = packed_needs(model)
-    found = facts.Facts(model, facts.shape_of(model), (), 0, lengths, held_out, {}, packing=packing, needs=needs)
+    found = facts.Facts(model, facts.shape_of(model), (), 0, np.array([300, 500, 700] * 9), np.array([90] * 9), {})
     kept = [prediction.packing_of(recipe, found), prediction.packing_of(recipe, found, held_out=True)]
     for override in ("packing.tokens=2048", "packing.window=3", "train.seed=1", "data.max_length=400"):
         kept.append(prediction.packing_of(recipe_of(tmp_path, tmp_path / "model", override), found))

@@ -173,7 +173,7 @@ def _cheapest(now: Situation, job: Job) -> Chosen:
         return Chosen(split, (Decision("recompute", False, reason), Decision("offload", False, "everything fits")))
     again = split.recomputed + split.offloaded
     treated = f"{again} of {counted(split.layers, 'layer')} {'is' if again == 1 else 'are'} recomputed"
-    short = "" if found else f"; even so it takes {size_text(demand.device_bytes(split))}, so it may not run"
+    short = "" if found else f"; even so it takes {size_text(demand.device_bytes(split))} besides, so it may not run"
     recompute = Decision("recompute", True, f"{what}, and doesn't fit {room}: {treated}{short}")
     return Chosen(split, (recompute, _offload_decision(split, demand, not_offload, room)))
 

@@ -8,6 +8,7 @@ tokenised as for training, from the cache where it has them, and only their leng
 import json
 import re
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,13 @@ class Facts:
     account: dict[str, Any]
     packings: dict[tuple[Any, ...], tuple[PackingReport, Lengths]] = field(default_factory=dict, repr=False)
     """What packing made of the lengths, by what it was asked: ``packing_of`` keeps it for other predictions."""
-    packing: Decision = field(kw_only=True)
-    """Whether the model can be trained packed."""
-    needs: Needs | None = field(kw_only=True)
-    """What its attention needs of a kernel then; None where it can't be packed."""
     untiled: str | None = None
     """Why MLPs can't run in tiles, or None."""
+
+    @cached_property
+    def packed(self) -> tuple[Decision, Needs | None]:
+        """Whether the model can be trained packed, and what its attention then needs of a kernel; asked once."""
+        return packed_needs(self.model)
 
 
 def target(name: str | None) -> Target:
@@ -129,11 +131,8 @@ def shape_of(model: Any) -> ModelShape:
 
 def facts(recipe: Recipe, model: Any, train: TokenisedSet, held_out: TokenisedSet | None) -> Facts:
     """The facts about a recipe's model and its tokenised data sets."""
-    packing, needs = packed_needs(model)
     return Facts(
         model=model,
-        packing=packing,
-        needs=needs,
         shape=shape_of(model),
         adapted=adapted_sizes(recipe.adapter, model),
         saved=_saved(recipe.adapter, model),

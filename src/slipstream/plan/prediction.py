@@ -238,8 +238,9 @@ def _weights(recipe: Recipe, device: Device) -> str:
 def _attention(recipe: Recipe, found: Facts, device: Device) -> tuple[str | None, Decision]:
     if not recipe.packing.enabled:
         return None, UNPACKED["attention"]
-    assert found.needs is not None, "check_packing refuses such models"
-    return choose_attention("auto", found.needs, device, _dtype(device))
+    packing, needs = found.packed
+    assert needs is not None, f"check_packing has let pass: {packing.reason}"
+    return choose_attention("auto", needs, device, _dtype(device))
 
 
 def _dtype(device: Device) -> torch.dtype:
@@ -289,7 +290,7 @@ def _activations(recipe: Recipe, job: Job, target: Target) -> tuple[Split | None
 
 def _decisions(recipe: Recipe, found: Facts, target: Target, made: list[Decision]) -> Iterator[Decision]:
     device = target.device
-    yield found.packing if recipe.packing.enabled else UNPACKED["packing"]
+    yield found.packed[0] if recipe.packing.enabled else UNPACKED["packing"]
     yield from made
     half = "multiplies it in hardware" if device.bf16 else "does not multiply it in hardware: float32 is used"
     yield Decision("bf16", device.bf16, f"{device.name} {half}")
