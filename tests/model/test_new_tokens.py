@@ -1,13 +1,15 @@
 """New tokens: room for them, their rows alone trained, kept by plain peft, and merged."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from packed import assert_close_gradients, gradients
 from slipstream.errors import InputError
@@ -75,6 +77,17 @@ def test_the_matrices_grow_and_new_rows_begin_as_the_mean() -> None:
         assert torch.equal(new.weight[:VOCABULARY], old.weight)
         torch.testing.assert_close(new.weight[VOCABULARY:], old.weight.mean(0).expand(3, -1))
     assert model.config.vocab_size == 280
+
+
+def test_ids_that_a_tokenizer_leaves_out_need_rows_too() -> None:
+    model, tokenizer = base_model(), tiny_tokenizer()
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend["model"]["vocab"]["the"] = 300  # of 275 tokens
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)))
+    assert max(tokenizer.get_vocab().values()) == 300 > len(tokenizer)
+    assert new_token_ids(model, tokenizer, []) == [300]
+    fit_vocabulary(model, tokenizer)
+    assert model.get_input_embeddings().weight.shape[0] == 304
 
 
 def test_rows_are_never_taken_away() -> None:

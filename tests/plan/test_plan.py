@@ -1,63 +1,20 @@
 """Plans on described devices: what is on and why, what fits, and what would make it fit. No weights exist anywhere."""
 
-import io
 import json
 import time
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
-from rich.console import Console
-from transformers import AutoConfig
 
 from cost.configs import GPT_OSS_20B, QWEN3_06B, QWEN3_14B
-from slipstream.cost.ceilings import Ceilings
-from slipstream.cost.hardware import Device
+from planning import CPU_RATES, GIB, decisions, plan, recipe_of
 from slipstream.data.packing import pack
 from slipstream.errors import InputError
 from slipstream.plan import command, facts, prediction, search
-from slipstream.recipe import Recipe, load_recipe
-from tiny import tiny_tokenizer
+from slipstream.recipe import Recipe
 from tiny_gguf import LAYERS, write_gguf
-
-GIB = 2**30
-
-
-def model_folder(folder: Path, config: dict[str, Any]) -> Path:
-    """A configuration and a tokenizer: all that a plan reads of a model."""
-    values = {name: value for name, value in config.items() if name != "model_type"}
-    AutoConfig.for_model(config["model_type"], **values).save_pretrained(folder)
-    tiny_tokenizer(eos="</s>").save_pretrained(folder)
-    return folder
-
-
-def recipe_of(
-    tmp_path: Path, config: dict[str, Any] | Path = QWEN3_06B, *overrides: str, documents: int = 64
-) -> Recipe:
-    model = config if isinstance(config, Path) else model_folder(tmp_path / "model", config)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": "x" * (99 + 100 * (i % 4))}) + "\n" for i in range(64)))
-    path = tmp_path / "recipe.yaml"
-    path.write_text(f"model: {model}\noutput: {tmp_path / 'out'}\ndata: {{train: {rows}}}\n")
-    return load_recipe(str(path), ["packing.tokens=1024", *overrides])
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-
-
-def plan(recipe: Recipe, device: str | None = "h200") -> tuple[dict[str, Any], bool, str]:
-    said = io.StringIO()
-    document, fits = command.plan(recipe, device=device, console=Console(file=said, width=200, markup=False))
-    return json.loads(json.dumps(document, allow_nan=False)), fits, said.getvalue()
-
-
-def decisions(document: dict[str, Any]) -> dict[str, tuple[bool, str]]:
-    return {item["name"]: (item["on"], item["reason"]) for item in document["decisions"]}
 
 
 def test_a_plan_that_fits(tmp_path: Path) -> None:
@@ -144,18 +101,6 @@ def test_one_memory_is_no_place_to_move_to(tmp_path: Path) -> None:
     made = decisions(document)
     assert made["recompute"][0]
     assert (made["offload"][0], "one memory with the host" in made["offload"][1]) == (False, True)
-
-
-CPU = Device("cpu", "a processor", 16 * GIB, None, bf16=False, unified_memory=True)
-CPU_RATES = Ceilings("float32", 2e11, 2e10, None, None, None, 5e-6, 0.0, "measured")
-
-
-@pytest.fixture
-def cpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(facts, "ceilings", lambda device, driver: CPU_RATES)
-    monkeypatch.setattr(facts, "describe", lambda device: CPU)
-    monkeypatch.setattr(facts, "free_bytes", lambda device: 8 * GIB)
 
 
 @pytest.mark.usefixtures("cpu_machine")

@@ -4,6 +4,7 @@ message: both ask the same functions.
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,13 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("llama", ["adapter.experts=true"], "adapter.experts: LlamaForCausalLM has no experts"),
     ("llama", ["adapter.router=true"], "adapter.router: LlamaForCausalLM has no router"),
     ("llama", ["adapter.targets=[qq_proj]"], "adapter.targets: 'qq_proj' matches no module"),
+    (
+        "llama",
+        ["adapter.rank=33"],
+        "adapter.rank: 33 > 32, the smaller side of the largest matrix that gets an adapter",
+    ),
+    ("llama", ["adapter.rank=17", "adapter.targets=[k_proj]"], "adapter.rank: 17 > 16, the smaller side"),
+    ("mixtral", ["adapter.rank=99999999", "adapter.experts=true"], "adapter.rank: 99,999,999 > 32, the smaller side"),
     ("llama", ["adapter.targets=[]"], "adapter.targets: [] names nothing"),
     ("llama", ["adapter.targets=[all-linear, q_proj]"], "adapter.targets: all-linear stands for all"),
     ("qwen3_moe", ["adapter.targets=[gate]"], "adapter.targets: 'gate' belongs to the experts or their router"),
@@ -61,6 +69,9 @@ ACCEPTED: list[tuple[str, list[str]]] = [
     ("qwen3_moe", ["memory.tiles=auto", "memory.activations=recompute"]),
     ("stablelm", []),  # whose attention is handed a mask
     ("llama", ["train.sharding=fsdp2"]),
+    ("llama", ["adapter.rank=32"]),  # more than keys of one head can use
+    ("qwen3_moe", [UNPACKED]),
+    ("gpt_oss", []),
     ("llama", ["load.new_tokens=[<a>]", "adapter.modules_to_save=[embed_tokens, lm_head]"]),
 ]
 
@@ -75,9 +86,9 @@ def _machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.train.options.find_spec", lambda _: None)
 
 
-def recipe_file(tmp_path: Path, family: str) -> Path:
+def recipe_file(tmp_path: Path, family: str, **config: Any) -> Path:
     torch.manual_seed(0)
-    tiny_model(family, **FAMILIES.get(family, {})).save_pretrained(tmp_path / "model")
+    tiny_model(family, **FAMILIES.get(family, {}), **config).save_pretrained(tmp_path / "model")
     tiny_tokenizer(eos="</s>").save_pretrained(tmp_path / "model")
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": "x" * (20 + i)}) + "\n" for i in range(12)))
@@ -108,8 +119,58 @@ def test_a_plan_refuses_what_training_refuses(tmp_path: Path, family: str, overr
 @pytest.mark.parametrize(("family", "overrides"), ACCEPTED, ids=lambda value: str(value)[:60])
 def test_a_plan_accepts_what_training_accepts(tmp_path: Path, family: str, overrides: list[str]) -> None:
     recipe = recipe_of(tmp_path, family, overrides)
-    assert command.plan(recipe, device=None, console=Console(file=io.StringIO()))[1]
+    document, fits = command.plan(recipe, device=None, console=Console(file=io.StringIO()))
+    assert fits
     assert run.train(recipe, resume=False, console=Console(file=io.StringIO())).steps == 1
+    planned, trained = (decided(tree) for tree in (document, json.loads((tmp_path / "out" / "run.json").read_text())))
+    assert planned == {name: trained[name] for name in planned}
+    assert planned["packing"]["on"] == (UNPACKED not in overrides)
+
+
+def decided(tree: dict[str, Any]) -> dict[str, Any]:
+    """Decisions by name, but for those that tell how much memory is free at the moment."""
+    told = ("packing", "attention", "experts", "tiled mlp", "step")
+    return {item["name"]: item for item in tree["decisions"] if item["name"] in told}
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "told"),
+    [(100, "has vocab_size 100, and its tokenizer gives ids up to 261"), (261, "vocab_size 261"), (262, None)],
+)
+def test_a_tokenizer_beyond_the_vocabulary_is_refused(tmp_path: Path, vocabulary: int, told: str | None) -> None:
+    """Ids beyond are 262 to 274 at 262: of special tokens, which are added ones and get their rows."""
+    path = recipe_file(tmp_path, "llama", vocab_size=vocabulary)
+    recipe = load_recipe(path, ["packing.tokens=256", "train.steps=1", "load.dtype=float32"])
+    if told is None:
+        assert command.plan(recipe, device=None, console=Console(file=io.StringIO()))[1]
+        assert run.train(recipe, resume=False, console=Console(file=io.StringIO())).steps == 1
+        return
+    planned = refusal(command.plan, recipe, device=None)
+    assert planned == refusal(run.train, recipe, resume=False)
+    assert told in planned
+
+
+@pytest.mark.parametrize("verb", ["plan", "train"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.epochs=1e300",
+        "train.steps=100000000000000000000",
+        "train.accumulate=10000000",
+        "train.save_every=1e30",
+        "memory.host_limit=1e308",
+        "memory.buffers=100000",
+    ],
+)
+def test_counts_beyond_reason_are_refused_with_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str, override: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["slipstream", verb, str(recipe_file(tmp_path, "llama")), "--set", override])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    assert f"{override.partition('=')[0]}: " in (said := capsys.readouterr().err)
+    assert re.search(r"does not fit; give .*<= [1-9][\d,]+", said)
 
 
 def test_a_refused_plan_exits_with_2(
