@@ -169,7 +169,8 @@ def build_model(recipe: Recipe, device: torch.device) -> Any:
     tokenizer = load_tokenizer(recipe.model, recipe.load)
     tokens = new_token_ids(model, tokenizer, recipe.load.new_tokens)
     fit_vocabulary(model, tokenizer)
-    check_packing(recipe, model)
+    if recipe.packing.enabled:
+        check_packing(recipe, packing_decision(model))
     if recipe.adapter.kind == "lora":
         model = add_adapter(model, recipe.adapter, seed=recipe.train.seed, new_tokens=tokens)
     return model
@@ -189,9 +190,9 @@ def check_here(recipe: Recipe) -> None:
     check_optimizer(recipe.train)
 
 
-def check_packing(recipe: Recipe, model: Any) -> None:
-    """Raises ``InputError`` where the recipe packs and the model can't be trained so; weights may be meta tensors."""
-    if recipe.packing.enabled and not (possible := packing_decision(model)).on:
+def check_packing(recipe: Recipe, possible: Decision) -> None:
+    """Raises ``InputError`` for a recipe that packs, where that is not ``possible`` for the model."""
+    if not possible.on:
         raise InputError(f"{recipe.model} can't be trained packed: {possible.reason}")
 
 

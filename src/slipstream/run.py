@@ -144,7 +144,7 @@ def _planned(recipe: Recipe, model: nn.Module, target: Target, sets: tuple[Rows,
     """What the plan says of this run, as it was set up."""
     held, hung = sets[1], applied(model)
     attention = hung.attention if hung and recipe.packing.enabled else None
-    taken = Taken() if hung is None else Taken(attention, hung.split)
+    taken = Taken() if hung is None else Taken(attention, hung.split, hung.forward.packing)
     return run_plan(recipe, target, (sets[0].tokenised, None if held is None else held.tokenised), taken)
 
 

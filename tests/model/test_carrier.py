@@ -148,3 +148,21 @@ def test_an_applied_model_tells_what_was_found() -> None:
     assert packing_decision(model).on
     with torch.no_grad():
         assert torch.isfinite(logits_of(model, row_of(documents()))).all()
+
+
+def test_of_layers_that_are_alike_one_is_asked_without_weights() -> None:
+    calls: list[int] = []
+
+    def asked(model: Any) -> int:
+        calls.clear()
+        for index, layer in enumerate(model.model.layers):
+            layer.self_attn.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+        assert find_carrier(model)[0] == "segments"
+        assert model.config.num_hidden_layers == len(model.model.layers)
+        return len(calls)
+
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    windows = {"num_hidden_layers": 5, "layer_types": kinds, "sliding_window": 4}
+    assert asked(without_weights(tiny_model("llama", num_hidden_layers=6))) == 1
+    assert asked(without_weights(tiny_model("qwen3", **windows, use_sliding_window=True))) == 3
+    assert asked(tiny_model("llama", num_hidden_layers=6)) == 6

@@ -36,11 +36,21 @@ class _Heard:
 def find_carrier(base: Any) -> tuple[Carrier | None, str]:
     """What brings boundaries to every attention module of ``base``, or None, and the reason in a few words.
 
-    A model on meta tensors is asked in the same way, for shapes alone are computed. One whose forward looks at values,
-    which aren't there, is taken to carry segments.
+    A model on meta tensors is asked in the same way, for shapes alone are computed, but of layers that are alike only
+    the first. One whose forward looks at values, which aren't there, is taken to carry segments.
     """
     decoder = base.get_decoder()
     parameter = next(decoder.parameters())
+    if parameter.is_meta:
+        with _layers_that_differ(decoder):
+            answer = _ask(base, decoder, parameter)
+        if answer[0] is not None:
+            return answer
+    return _ask(base, decoder, parameter)
+
+
+def _ask(base: Any, decoder: Any, parameter: torch.Tensor) -> tuple[Carrier | None, str]:
+    """What ``find_carrier`` gives, of the decoder's layers as they are."""
     # all ones: none that a model makes by itself looks like that
     mask = torch.ones((1, 1, sum(LENGTHS), sum(LENGTHS)), dtype=torch.bool, device=parameter.device)
     try:
@@ -78,6 +88,24 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _windows(config: Any) -> bool:
     kinds = set(getattr(config, "layer_types", None) or ())
     return bool(kinds - {"full_attention"}) or getattr(config, "sliding_window", None) is not None
+
+
+@contextmanager
+def _layers_that_differ(decoder: Any) -> Iterator[None]:
+    """The decoder without its last layers, as far as each is like one before: shapes are computed in Python, slowly."""
+    layers, config = getattr(decoder, "layers", None), decoder.config
+    depth = getattr(config, "num_hidden_layers", None)
+    kinds = list(getattr(config, "layer_types", None) or [None] * (depth or 0))
+    if not isinstance(layers, nn.ModuleList) or not len(layers) == depth == len(kinds):
+        yield
+        return
+    marks = [(kind, *map(type, layer.modules())) for kind, layer in zip(kinds, layers, strict=True)]
+    count = 1 + max(map(marks.index, marks))
+    decoder.layers, config.num_hidden_layers = layers[:count], count
+    try:
+        yield
+    finally:
+        decoder.layers, config.num_hidden_layers = layers, depth
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from slipstream.data.learn import use_template
 from slipstream.decision import Decision
+from slipstream.model.attention import Needs
 from slipstream.model.lora import check_adapter
 from slipstream.model.new_tokens import new_token_ids
 from slipstream.model.quantize import check_card
@@ -25,6 +26,7 @@ from slipstream.prepare import (
 )
 from slipstream.recipe import Recipe
 from slipstream.train.options import check_schedule
+from slipstream.transform import packed_needs
 
 
 def plan(recipe: Recipe, *, device: str | None, console: Console) -> tuple[dict[str, Any], bool]:
@@ -38,11 +40,12 @@ def plan(recipe: Recipe, *, device: str | None, console: Console) -> tuple[dict[
     _check_device(recipe, aim)
     model = skeleton(recipe)
     tokenizer = checked_tokenizer(recipe)
-    _check_model(recipe, model, tokenizer)
+    packed = packed_needs(model) if recipe.packing.enabled else None
+    _check_model(recipe, model, tokenizer, packed)
     train = tokenised_set(recipe, recipe.data.train, tokenizer, console)
     held_out = tokenised_set(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
     use_template(tokenizer, recipe.data.chat_template)
-    found = facts(recipe, model, train, held_out)
+    found = facts(recipe, model, train, held_out, packed)
     told = new_tokens_decision(recipe)
     prediction = _with(predict(recipe, found, aim), () if told is None else (told,))
     check_schedule(recipe.train, prediction.steps)
@@ -60,9 +63,10 @@ def _check_device(recipe: Recipe, aim: Target) -> None:
     check_card(recipe.load.quantize, has_card=aim.device.kind == "cuda")
 
 
-def _check_model(recipe: Recipe, model: Any, tokenizer: Any) -> None:
+def _check_model(recipe: Recipe, model: Any, tokenizer: Any, packed: tuple[Decision, Needs | None] | None) -> None:
     """What training would refuse of this model, asked of the functions that training asks."""
-    check_packing(recipe, model)
+    if packed is not None:
+        check_packing(recipe, packed[0])
     if recipe.adapter.kind == "lora":
         check_adapter(model, recipe.adapter, new_token_ids(model, tokenizer, recipe.load.new_tokens))
     check_tiles(recipe.memory.tiles, untiled(recipe.adapter, model))

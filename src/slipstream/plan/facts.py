@@ -70,11 +70,13 @@ class Facts:
     """What packing made of the lengths, by what it was asked: ``packing_of`` keeps it for other predictions."""
     untiled: str | None = None
     """Why MLPs can't run in tiles, or None."""
+    asked: tuple[Decision, Needs | None] | None = None
+    """What ``packed`` gives, where the model was asked before."""
 
     @cached_property
     def packed(self) -> tuple[Decision, Needs | None]:
         """Whether the model can be trained packed, and what its attention then needs of a kernel; asked once."""
-        return packed_needs(self.model)
+        return packed_needs(self.model) if self.asked is None else self.asked
 
 
 def target(name: str | None) -> Target:
@@ -129,7 +131,13 @@ def shape_of(model: Any) -> ModelShape:
     return replace(ModelShape.of(model.config), parameters=counted)
 
 
-def facts(recipe: Recipe, model: Any, train: TokenisedSet, held_out: TokenisedSet | None) -> Facts:
+def facts(
+    recipe: Recipe,
+    model: Any,
+    train: TokenisedSet,
+    held_out: TokenisedSet | None,
+    asked: tuple[Decision, Needs | None] | None = None,
+) -> Facts:
     """The facts about a recipe's model and its tokenised data sets."""
     return Facts(
         model=model,
@@ -140,6 +148,7 @@ def facts(recipe: Recipe, model: Any, train: TokenisedSet, held_out: TokenisedSe
         eval_lengths=None if held_out is None else held_out.lengths,
         account=train.account.as_json(),
         untiled=untiled(recipe.adapter, model),
+        asked=asked,
     )
 
 

@@ -117,6 +117,7 @@ class Taken:
 
     attention: str | None = None
     split: Split | None = None
+    packing: Decision | None = None
 
 
 def predict(recipe: Recipe, found: Facts, target: Target, taken: Taken | None = None) -> Prediction:
@@ -173,7 +174,7 @@ def job_of(
 ) -> tuple[Job, tuple[Decision, ...]]:
     """The job, with every choice made as training will make it, and the decisions."""
     full = recipe.adapter.kind == "none"
-    attention, attending = _attention(recipe, found, target.device)
+    attention, attending = _attention(recipe, found, target.device, taken)
     experts, routing = _experts(found, target.device)
     tokens = recipe.packing.tokens * recipe.packing.rows if recipe.packing.enabled else _widest(recipe, lengths)
     job = Job(
@@ -189,7 +190,7 @@ def job_of(
         weights=_weights(recipe, target.device),
         nf4=str(recipe.load.quantize) == "nf4",
         compute=compute_dtype(target.device),
-        attention=taken.attention or attention or "varlen",
+        attention=attention or "varlen",
         experts=experts,
         optimizer=recipe.train.optimizer,
         accumulate=min(recipe.train.accumulate, max(1, math.ceil(report.rows / recipe.packing.rows))),
@@ -202,7 +203,7 @@ def job_of(
         check_recomputes(found.model)
     job = replace(job, split=taken.split or split, buffers=buffer_count(recipe.memory.buffers))
     tiling = _tiling(recipe.memory.tiles, found, job)
-    return job, tuple(_decisions(recipe, found, target, [attending, *kept, *tiling, stepping, *routing]))
+    return job, tuple(_decisions(recipe, found, target, taken, [attending, *kept, *tiling, stepping, *routing]))
 
 
 def _tiling(asked: TilesChoice, found: Facts, job: Job) -> list[Decision]:
@@ -235,9 +236,11 @@ def _weights(recipe: Recipe, device: Device) -> str:
     return "float32" if trained_in_place(recipe) else compute_dtype(device)
 
 
-def _attention(recipe: Recipe, found: Facts, device: Device) -> tuple[str | None, Decision]:
+def _attention(recipe: Recipe, found: Facts, device: Device, taken: Taken) -> tuple[str | None, Decision]:
     if not recipe.packing.enabled:
         return None, UNPACKED["attention"]
+    if taken.attention is not None:
+        return taken.attention, Decision("attention", True, f"{taken.attention}: what training has chosen")
     packing, needs = found.packed
     assert needs is not None, f"check_packing has let pass: {packing.reason}"
     return choose_attention("auto", needs, device, _dtype(device))
@@ -288,9 +291,9 @@ def _activations(recipe: Recipe, job: Job, target: Target) -> tuple[Split | None
     return chosen.split, chosen.decisions
 
 
-def _decisions(recipe: Recipe, found: Facts, target: Target, made: list[Decision]) -> Iterator[Decision]:
+def _decisions(recipe: Recipe, found: Facts, target: Target, taken: Taken, made: list[Decision]) -> Iterator[Decision]:
     device = target.device
-    yield found.packed[0] if recipe.packing.enabled else UNPACKED["packing"]
+    yield (taken.packing or found.packed[0]) if recipe.packing.enabled else UNPACKED["packing"]
     yield from made
     half = "multiplies it in hardware" if device.bf16 else "does not multiply it in hardware: float32 is used"
     yield Decision("bf16", device.bf16, f"{device.name} {half}")
