@@ -104,3 +104,15 @@ def test_steps_beyond_reason_are_refused_once_rows_are_counted() -> None:
     check_schedule(TrainOptions(), MOST_STEPS)
     with pytest.raises(InputError, match=r"train.epochs: 1e\+06 makes 3,000,000,000 steps > 2,147,483,647; lower it"):
         check_schedule(TrainOptions(epochs=1e6), 3 * 10**9)
+
+
+def test_a_plan_needs_configuration_and_tokenizer_and_says_so(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    assert not list((tmp_path / "model").glob("*.safetensors"))
+    assert plan(recipe)[1]
+    for file in (tmp_path / "model").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(
+        InputError, match=r"has no tokenizer \(tokenizer.json, .*\); copy the tokenizer files of the base"
+    ):
+        plan(recipe)
