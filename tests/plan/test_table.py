@@ -71,7 +71,7 @@ def test_gradients_say_in_what_they_are_held_and_how_often(tmp_path: Path) -> No
     assert told("h200") == (4 * 10_092_544, "10,092,544 in float32")
     assert told("h200", "train.mode=compiled", "train.accumulate=2") == told("h200")
     both = told("h200", "train.accumulate=2")
-    assert both == (8 * 10_092_544, "10,092,544 in float32, and again in the recorded step")
+    assert both == (8 * 10_092_544, "10,092,544 in float32, once more in the graph")
 
 
 def test_evaluations_are_told_beside_the_time_that_they_are_part_of(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def _gradient_copies(job: Job, *, end: bool) -> int:
 def _gradients_words(job: Job, *, end: bool) -> str:
     each = f"{job.trained:,} in {job.weights if job.full else 'float32'}"
     twice = _gradient_copies(job, end=end) > 1
-    return f"{each}, and again in the recorded step" if twice else each
+    return f"{each}, once more in the graph" if twice else each
 
 
 def _working(job: Job, moment: str) -> float:

@@ -166,8 +166,9 @@ def _cheapest(now: Situation, job: Job) -> Chosen:
     found = cheapest_split(demand, usable, now.host_bytes, offload=not_offload is None)
     split = found or _least_memory(demand, now, offload=not_offload is None)
     kept = demand.device_bytes(Split(demand.layers, 0, 0))
-    what = f"an eager step of {counted(job.tokens, 'token')} that keeps all activations takes about {size_text(kept)}"
-    what, room = f"{what} with its loss", _room(free)
+    eager = f"an eager step of {counted(job.tokens, 'token')} that keeps all activations"
+    what = f"{eager} takes about {size_text(kept)} at its peak"
+    room = _room(free)
     if split.kept == split.layers:
         reason = f"{what}, and fits {room}"
         return Chosen(split, (Decision("recompute", False, reason), Decision("offload", False, "everything fits")))
