@@ -56,7 +56,7 @@ def test_what_a_decision_says_of_memory_is_the_tables_sum(tmp_path: Path) -> Non
     kept = parts["activations"] + parts["attention mask"] + parts["loss"]
     _, reason = decisions(document)["recompute"]
     assert (
-        f"an eager step of 1,024 tokens that keeps all activations takes about {size_text(kept)} with its loss"
+        f"an eager step of 1,024 tokens that keeps all activations takes about {size_text(kept)} at its peak"
         in reason
     )
     assert "that weights, gradients and optimizer leave free" in reason
