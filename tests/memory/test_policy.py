@@ -238,6 +238,15 @@ def test_bytes_are_those_that_a_plan_predicts(values: dict[str, Any], attention:
     assert moments == {"loss", "backward"}
 
 
+def test_compiled_experts_keep_no_more_than_eager_ones() -> None:
+    """Of a mixture whose experts are narrow beside its hidden width."""
+    sizes = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    mixture = {**QWEN3_8B, "model_type": "qwen3_moe", **sizes}
+    eager, captured = (job(mixture, 4096, mode=mode) for mode in ("eager", "captured"))
+    assert eager.shape.layers[0].experts
+    assert layer_bytes(captured, eager.shape.layers[0]) <= layer_bytes(eager, eager.shape.layers[0])
+
+
 @pytest.mark.parametrize("values", [QWEN3_8B, LLAMA_1B, GPT_OSS_20B, CONFIG])
 @pytest.mark.parametrize("full", [False, True])
 def test_compiled_layers_keep_no_more_than_is_reckoned_with(values: dict[str, Any], full: bool) -> None:

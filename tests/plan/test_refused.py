@@ -122,7 +122,10 @@ def test_a_plan_accepts_what_training_accepts(tmp_path: Path, family: str, overr
     document, fits = command.plan(recipe, device=None, console=Console(file=io.StringIO()))
     assert fits
     assert run.train(recipe, resume=False, console=Console(file=io.StringIO())).steps == 1
-    planned, trained = (decided(tree) for tree in (document, json.loads((tmp_path / "out" / "run.json").read_text())))
+    recorded = json.loads((tmp_path / "out" / "run.json").read_text())
+    parts = [{part["name"] for part in tree["memory"]["device"]} for tree in (document, recorded["plan"])]
+    assert parts[0] == parts[1]
+    planned, trained = decided(document), decided(recorded)
     assert planned == {name: trained[name] for name in planned}
     assert planned["packing"]["on"] == (UNPACKED not in overrides)
 

@@ -40,6 +40,7 @@ def test_a_printed_plan_does_not_contradict_itself(
     times = document["times"]
     parts = max(times["device"], times["host"]) + times["waits"]
     assert parts == pytest.approx(document["step_seconds"])
+    assert ("host's waits, on top" in said) == (times["waits"] > 0)
     assert said.count("matrix products as they run") == 1  # beside the floor, which is said to be at another rate
     assert said.count("of a large one") == 1
     told = {item["name"]: item["on"] for item in document["decisions"]}
@@ -56,8 +57,7 @@ def test_what_a_decision_says_of_memory_is_the_tables_sum(tmp_path: Path) -> Non
     kept = parts["activations"] + parts["attention mask"] + parts["loss"]
     _, reason = decisions(document)["recompute"]
     assert (
-        f"an eager step of 1,024 tokens that keeps all activations takes about {size_text(kept)} at its peak"
-        in reason
+        f"an eager step of 1,024 tokens that keeps all activations takes about {size_text(kept)} at its peak" in reason
     )
     assert "that weights, gradients and optimizer leave free" in reason
 
