@@ -143,8 +143,7 @@ def _applied(recipe: Recipe, model: nn.Module, autocast: torch.dtype, sets: list
 def _planned(recipe: Recipe, model: nn.Module, target: Target, sets: tuple[Rows, Rows | None]) -> dict[str, Any]:
     """What the plan says of this run, as it was set up."""
     held, hung = sets[1], applied(model)
-    attention = hung.attention if hung and recipe.packing.enabled else None
-    taken = Taken() if hung is None else Taken(attention, hung.split, hung.forward.packing)
+    taken = Taken() if hung is None else Taken(hung.attention, hung.split, hung.forward.packing)
     return run_plan(recipe, target, (sets[0].tokenised, None if held is None else held.tokenised), taken)
 
 
