@@ -332,6 +332,34 @@ def test_no_run(merge: Command, tmp_path: Path) -> None:
     assert "is not a run (it has no run.json)" in refused(merge(tmp_path, "--out", tmp_path / "out", "--json"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"format": 2, "slipstream": "9.1"}, "run.json has format 2; this version reads format 1; use the version"),
+        ({"format": None}, "run.json has format unknown; this version reads format 1"),
+        ({"recipe": None}, "run.json lacks recipe; use the version of Slipstream that wrote it"),
+    ],
+    ids=["newer", "unknown", "without its recipe"],
+)
+def test_a_run_of_another_format(changes: dict[str, Any], told: str, run: Path, merge: Command, tmp_path: Path) -> None:
+    record = json.loads((run / "run.json").read_text()) | changes
+    (run / "run.json").write_text(json.dumps({name: value for name, value in record.items() if value is not None}))
+    assert told in refused(merge(run, "--out", tmp_path / "out", "--json"))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError) as caught:
+        results.generate(
+            str(run),
+            prompt="1",
+            system=None,
+            max_tokens=1,
+            temperature=0.0,
+            seed=0,
+            console=Console(file=io.StringIO()),
+        )
+    assert told in str(caught.value)
+    assert f"({record['slipstream']})" in str(caught.value)
+
+
 def test_out_is_not_empty(run: Path, merge: Command, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in (run / "adapter").iterdir()}
     message = refused(merge(run, "--out", run / "adapter", "--json"))

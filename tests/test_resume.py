@@ -222,6 +222,66 @@ def test_other_held_out_rows_begin_their_evaluations_anew(project: Path) -> None
     assert summary.eval_after > 0.1
 
 
+def cut(project: Path, lines: int) -> None:
+    """Ends ``steps.jsonl`` in the middle of its line ``lines``."""
+    file = project / "run/steps.jsonl"
+    kept = file.read_text().splitlines()[:lines]
+    assert len(kept) == lines
+    file.write_text("\n".join(kept)[:-9])
+
+
+@pytest.mark.parametrize("more", [{}, {"train__steps": 3}], ids=["finished", "longer"])
+def test_steps_whose_records_are_gone_are_made_again(project: Path, more: dict[str, Any]) -> None:
+    expected, held = weights("run"), {"data__eval": "held.jsonl"}
+    cut(project, 2)
+    _, said = go(**held, **more)
+    assert [line for line in said.splitlines() if "steps.jsonl" in line] == [
+        "steps.jsonl: line 2 was cut off while it was written; it is left out; going back to checkpoint-1: the steps "
+        "after it are made and recorded again"
+    ]
+    assert [record.step for record in read_records(project / "run").steps] == [1, 2, 3][: 3 if more else 2]
+    if not more:
+        assert all((weights("run")[name] == value).all() for name, value in expected.items())
+
+
+def test_a_cut_line_after_the_checkpoint_is_told(project: Path) -> None:
+    with (project / "run/steps.jsonl").open("a") as file:
+        file.write('{"step": 3, "ep')
+    _, said = go(data__eval="held.jsonl", train__steps=3)
+    assert "line 3 was cut off while it was written; it is left out; going on from checkpoint-2: the steps" in said
+    assert [record.step for record in read_records(project / "run").steps] == [1, 2, 3]
+
+
+def test_records_that_no_checkpoint_brings_back_are_told(project: Path) -> None:
+    cut(project, 1)
+    before = contents(project / "run")
+    _, said = go(data__eval="held.jsonl")
+    assert "2 steps from 1 to 2 have no record any more, though checkpoint-2 holds what was learned\n" in said
+    assert "is complete: its 2 steps are made" in said
+    assert contents(project / "run") == before
+    (project / "run/steps.jsonl").write_text("")
+    _, said = go(data__eval="held.jsonl", train__steps=3)
+    assert "steps.jsonl ends with step 0, before checkpoint-2; 2 steps from 1 to 2 have no record" in said
+    assert [record.step for record in read_records(project / "run").steps] == [3]
+
+
+def test_a_line_that_is_gone_from_between_is_told_and_its_step_not_made_again(project: Path) -> None:
+    file = project / "run/steps.jsonl"
+    file.write_text("spoilt\n" + file.read_text().splitlines()[1] + "\n")
+    _, said = go(data__eval="held.jsonl", train__steps=3)
+    assert "steps.jsonl: line 1 cannot be read (" in said
+    assert "; step 1 has no record any more, though checkpoint-2 holds what was learned\n" in said
+    assert [record.step for record in read_records(project / "run").steps] == [2, 3]
+
+
+@pytest.mark.parametrize(("change", "told"), [({"format": 2}, "run.json has format 2; this version reads format 1")])
+def test_a_run_of_another_format_is_not_gone_on_with(project: Path, change: dict[str, Any], told: str) -> None:
+    record = json.loads((project / "run/run.json").read_text())
+    (project / "run/run.json").write_text(json.dumps(record | change))
+    with pytest.raises(InputError, match=told):
+        go(train__steps=3)
+
+
 def test_records_of_another_version_are_filled_in(project: Path) -> None:
     """Keys that came later had their defaults; paths were as they were written."""
     record = json.loads((project / "run/run.json").read_text())

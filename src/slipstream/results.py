@@ -32,7 +32,7 @@ from slipstream.model.quantize import dequantise, quantised_modules
 from slipstream.prepare import quiet_libraries
 from slipstream.recipe import Recipe, recipe_from_dict
 from slipstream.train.checkpoint import last_checkpoint
-from slipstream.train.records import RunFolder
+from slipstream.train.records import RunFolder, checked_run
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def merge(run_folder: str, out: str, *, dtype: MergedDtype | None, console: Cons
 
 
 def recipe_of(folder: RunFolder) -> Recipe:
-    """The recipe that a run was started with."""
-    return recipe_from_dict(folder.read_run()["recipe"])
+    """The recipe that a run was started with. ``InputError`` where ``run.json`` is of another format, or lacks it."""
+    return recipe_from_dict(checked_run(folder, "recipe")["recipe"])
 
 
 def tuned_weights(folder: RunFolder, recipe: Recipe, console: Console) -> tuple[Path, bool]:
@@ -141,7 +141,7 @@ def _is_lora(recipe: Recipe) -> bool:
 
 def _merged(folder: RunFolder, recipe: Recipe, adapter: Path, tokenizer: Any, dtype: MergedDtype | None) -> Any:
     """The base with the adapter: added to as it is stored where that is the dtype asked for, else in float32."""
-    record = folder.read_run()
+    record = checked_run(folder, "parameters", "device")
     with _base_told(recipe):
         stored = _base_dtype(recipe, record)
     wanted = dtype or stored
@@ -173,7 +173,7 @@ def _plain_base(recipe: Recipe, record: dict[str, Any], wanted: MergedDtype, sto
 def _converted(folder: RunFolder, recipe: Recipe, model: Path, _: Any, dtype: MergedDtype | None) -> Any:
     """The fully tuned model; its base is asked for nothing but its dtype."""
     with _base_told(recipe, "give the merged model's --dtype"):
-        wanted = dtype or _base_dtype(recipe, folder.read_run())
+        wanted = dtype or _base_dtype(recipe, checked_run(folder, "device"))
     return load_model(str(model), replace(recipe.load, revision=None, dtype=wanted))
 
 

@@ -10,6 +10,10 @@ train on at a rate of nothing.
     2. same places   ``_in_same_places``  paths as recorded, wherever the command is called from
     3. left to do    ``_left_to_do``    fewer steps than made: refused; as many and finished: complete
     4. checkpoint    ``last_checkpoint``
+    5. same records  ``_with_records``  from an earlier one where ``steps.jsonl`` ends before it
+
+A checkpoint is saved after its steps' lines are on the disk, so a killed process leaves no line out. A file that a disk
+or a copy has cut does: its steps are made again, for their records, at the cost of their time.
 """
 
 import os
@@ -29,9 +33,18 @@ from slipstream.prepare import planned_steps
 from slipstream.recipe import Recipe
 from slipstream.recipe_paths import PATHS, absolute, is_there, paths, with_absolute_paths, with_values
 from slipstream.recipe_text import shown
-from slipstream.train.checkpoint import checkpoint_step, last_checkpoint
+from slipstream.train.checkpoint import checkpoint_step, checkpoint_until, last_checkpoint
 from slipstream.train.ranks import Ranks
-from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
+from slipstream.train.records import (
+    EvalLog,
+    EvalRecord,
+    Records,
+    RunFolder,
+    StepLog,
+    checked_run,
+    missing_steps,
+    read_records,
+)
 
 EXACT = frozenset(
     {
@@ -107,7 +120,7 @@ def claimed(recipe: Recipe, ranks: Ranks, *, resume: bool) -> Iterator[RunFolder
 
 def resumption(folder: RunFolder, recipe: Recipe, console: Console, *, processes: int = 1) -> Resumption:
     """How the run goes on as ``recipe`` and ``processes`` say; ``InputError`` where it can't. Writes no record."""
-    run = folder.read_run()
+    run = checked_run(folder, "recipe", "packing", "rows", "parameters")
     _refuse_other_processes(folder, int(run.get("processes", 1)), processes)
     before = _recorded(run["recipe"])
     recipe = _in_same_places(recipe, before)
@@ -118,12 +131,16 @@ def resumption(folder: RunFolder, recipe: Recipe, console: Console, *, processes
         raise InputError(_refused(folder, refused))
     train = run["packing"]["train"]
     asked = planned_steps(recipe, train["rows"] if recipe.packing.enabled else train["documents"], processes)
-    if run.get("outcome") == "finished" and not _left_to_do(folder, recipe, asked, _last_step(folder), finished=True):
+    records = read_records(folder.path)
+    if run.get("outcome") == "finished" and not _left_to_do(folder, recipe, asked, _last_step(records), finished=True):
         return Resumption(recipe, None, changes, _complete(folder, asked))
     folder.clean()
-    checkpoint = last_checkpoint(folder.checkpoints, console.print)
+    newest = last_checkpoint(folder.checkpoints, console.print)
+    _left_to_do(folder, recipe, asked, checkpoint_step(newest), finished=False)
+    checkpoint = _with_records(folder, records, newest, console)
     made = checkpoint_step(checkpoint)
-    _left_to_do(folder, recipe, asked, made, finished=False)
+    if run.get("outcome") == "finished" and made == asked:
+        return Resumption(recipe, None, changes, _complete(folder, asked))
     return Resumption(recipe, checkpoint, changes, "; ".join(_told(changes, before, recipe, made, asked)))
 
 
@@ -292,9 +309,37 @@ def _ends(recorded: str, relative: str) -> bool:
 # What is left to do
 
 
-def _last_step(folder: RunFolder) -> int:
-    steps = read_records(folder.path).steps
-    return steps[-1].step if steps else 0
+def _last_step(records: Records) -> int:
+    return records.steps[-1].step if records.steps else 0
+
+
+def _with_records(folder: RunFolder, records: Records, newest: Path, console: Console) -> Path:
+    """The checkpoint to go on from so that each step has its record: ``newest``, or where ``steps.jsonl`` ends before
+    it, one from before that end. What is wrong with the records is told, and what becomes of it.
+
+    A line that is gone from between others stays gone: it is not worth all the steps after it.
+    """
+    made, last = checkpoint_step(newest), _last_step(records)
+    earlier = checkpoint_until(folder.checkpoints, last) if last < made else None
+    taken = newest if earlier is None else earlier
+    told = [one for one in records.problems if one.startswith((folder.steps.name, folder.evals.name))]
+    if last < made and not told:
+        told = [f"{folder.steps.name} ends with step {last:,}, before {newest.name}"]
+    if lost := missing_steps(records, checkpoint_step(taken)):
+        told.append(f"{_counted(lost)} no record any more, though {newest.name} holds what was learned")
+    if taken != newest or (told and not lost):
+        going = "going on from" if taken == newest else "going back to"
+        told.append(f"{going} {taken.name}: the steps after it are made and recorded again")
+    if told:
+        console.print("; ".join(told))
+    return taken
+
+
+def _counted(steps: list[int]) -> str:
+    """``step 3 has``, ``2 steps from 3 to 7 have``."""
+    if len(steps) == 1:
+        return f"step {steps[0]:,} has"
+    return f"{len(steps):,} steps from {steps[0]:,} to {steps[-1]:,} have"
 
 
 def _left_to_do(folder: RunFolder, recipe: Recipe, asked: int, made: int, *, finished: bool) -> bool:

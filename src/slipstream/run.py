@@ -28,8 +28,10 @@ from slipstream.data.preview import preview
 from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator, PaddedCollator
 from slipstream.model.load import check_context, load_tokenizer
+from slipstream.model.lora import left_out
 from slipstream.places import keep_compiled_code
-from slipstream.plan.facts import Target, this_machine
+from slipstream.plan.command import check_model
+from slipstream.plan.facts import Target, skeleton, this_machine
 from slipstream.plan.prediction import Taken
 from slipstream.plan.record import plan_line, run_plan
 from slipstream.prepare import (
@@ -101,6 +103,9 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = ranks.in_turn(this_machine)  # its ceilings are measured, if they never were, while the device is empty
     tokenizer = ranks.in_turn(lambda: checked_tokenizer(recipe))
+    sketch = ranks.in_turn(lambda: skeleton(recipe))
+    with ranks.together():
+        check_model(recipe, sketch, tokenizer)  # before rows and weights are read, which may take long
     train_rows = ranks.in_turn(lambda: prepare_rows(recipe, recipe.data.train, tokenizer, console))
     eval_rows = None
     if held_out := recipe.data.eval:
@@ -114,10 +119,11 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks)
     autocast: torch.dtype = getattr(torch, compute_dtype(describe(device)))
     with ranks.together():
         decided = _applied(recipe, model, autocast, [rows for rows in (train_rows, eval_rows) if rows is not None])
+    decided += filter(None, [left_out(sketch, recipe.adapter)])
     for decision in decided:
         console.print(f"  {decision}")
     record = describe_run(recipe, model, device, train_rows, eval_rows, decided)
-    record |= {"plan": _planned(recipe, model, target, (train_rows, eval_rows)), "processes": ranks.count}
+    record |= {"plan": _planned(recipe, sketch, model, target, (train_rows, eval_rows)), "processes": ranks.count}
     console.print(f"  {plan_line(record['plan'])}")
     ranks.agree("the tokenised data", repr(record["rows"]), "give all processes the same files and data set caches")
     return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record, ranks), autocast
@@ -140,11 +146,13 @@ def _applied(recipe: Recipe, model: nn.Module, autocast: torch.dtype, sets: list
     return [*run_decisions(recipe, model), *([] if context is None else [context])]
 
 
-def _planned(recipe: Recipe, model: nn.Module, target: Target, sets: tuple[Rows, Rows | None]) -> dict[str, Any]:
+def _planned(
+    recipe: Recipe, sketch: Any, model: nn.Module, target: Target, sets: tuple[Rows, Rows | None]
+) -> dict[str, Any]:
     """What the plan says of this run, as it was set up."""
     held, hung = sets[1], applied(model)
     taken = Taken() if hung is None else Taken(hung.attention, hung.split, hung.forward.packing)
-    return run_plan(recipe, target, (sets[0].tokenised, None if held is None else held.tokenised), taken)
+    return run_plan(recipe, sketch, target, (sets[0].tokenised, None if held is None else held.tokenised), taken)
 
 
 class _Training:

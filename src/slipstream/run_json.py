@@ -11,7 +11,7 @@ from torch import nn
 
 from slipstream.cost.hardware import describe
 from slipstream.decision import Decision
-from slipstream.model.lora import trainable_summary
+from slipstream.model.trainable import trainable_summary
 from slipstream.prepare import Rows
 from slipstream.recipe import Recipe
 from slipstream.recipe_paths import with_absolute_paths

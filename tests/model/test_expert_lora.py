@@ -10,7 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from mixtures import MIXTURES, Made, mixture_of
 from packed import assert_close_gradients, gradients, model_of
 from slipstream import InputError, Options, apply, restore
-from slipstream.model.lora import AdapterOptions, add_adapter, trainable_summary
+from slipstream.model.lora import AdapterOptions, add_adapter
+from slipstream.model.trainable import trainable_summary
 from slipstream.transform import ATTRIBUTE
 
 IDS = torch.arange(5, 101).remainder(300).view(2, 48)

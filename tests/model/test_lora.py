@@ -1,13 +1,16 @@
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.errors import InputError
-from slipstream.model.lora import AdapterOptions, add_adapter, load_adapter, resolve_targets, trainable_summary
+from slipstream.model.lora import AdapterOptions, add_adapter, left_out, load_adapter, resolve_targets
+from slipstream.model.state_space import PEFT_REFUSES_IN, passed_by
+from slipstream.model.trainable import trainable_summary
 from tiny import tiny_model
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -96,13 +99,61 @@ def test_shared_experts_are_dense_but_not_the_gate_beside_them() -> None:
     assert leaves(targets) == ATTENTION | MLP
 
 
-def test_dense_layers_that_peft_takes_for_experts_are_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_dense_layers_that_peft_takes_for_experts_are_left_out_and_it_is_said() -> None:
     model = tiny_model("deepseek_v3", **MIXTURE)
     assert isinstance(model.model.layers[0].mlp.gate_proj, torch.nn.Linear)  # a dense layer before the mixtures
     assert parents(resolve_targets(model, AdapterOptions())) == {"self_attn"}
-    assert "leaves out model.layers.*.mlp.down_proj" in caplog.text
+    told = left_out(model, AdapterOptions())
+    assert told is not None
+    assert told.reason.startswith("all-linear leaves out model.layers.*.mlp.down_proj, model.layers.*.mlp.gate_proj, ")
+    assert left_out(model, AdapterOptions(targets=["q_b_proj"])) is left_out(tiny_model(), AdapterOptions()) is None
     with pytest.raises(InputError, match=r"peft takes model\.layers\.0\.mlp\.up_proj for the experts"):
         resolve_targets(model, AdapterOptions(targets=["q_b_proj", "up_proj"]))
+
+
+STATE_SPACE: dict[str, dict[str, object]] = {
+    "mamba": {},
+    "falcon_mamba": {},
+    "mamba2": {"num_heads": 4, "expand": 2, "n_groups": 1},
+    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_n_groups": 1},
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "attn_layer_indices": [1]},
+}
+
+
+@pytest.mark.parametrize("kind", STATE_SPACE)
+def test_in_state_space_layers_all_that_is_adapted_learns(kind: str) -> None:
+    model = tiny_model(kind, **STATE_SPACE[kind])
+    passed = leaves(list(passed_by(model)))
+    assert "out_proj" in passed
+    told = left_out(model, AdapterOptions())
+    assert told is not None
+    assert "mixer.out_proj" in told.reason or "mamba.out_proj" in told.reason
+    assert told.reason.endswith(", whose adapters the kernels of state-space layers pass by")
+    tuned = add_adapter(model, AdapterOptions(), seed=0)
+    assert "in_proj" in leaves(tuned.targeted_module_names)
+    assert not passed.intersection(leaves(tuned.targeted_module_names))
+    tokens = torch.arange(20, 29)[None]
+    tuned(input_ids=tokens, labels=tokens).loss.backward()
+    learned = [p.grad.abs().sum() for name, p in tuned.named_parameters() if "lora_B" in name and p.grad is not None]
+    assert len(learned) == len(tuned.targeted_module_names)
+    assert all(gradient > 0 for gradient in learned)
+
+
+@pytest.mark.parametrize("leaf", ["out_proj", "dt_proj"])
+def test_what_state_space_kernels_pass_by_is_refused_by_name(leaf: str) -> None:
+    with pytest.raises(InputError, match=f"adapter.targets: '{leaf}' of a state-space layer takes no adapter.*all-lin"):
+        resolve_targets(tiny_model("mamba"), AdapterOptions(targets=["in_proj", leaf]))
+    assert leaves(resolve_targets(tiny_model("mamba"), AdapterOptions(targets=["x_proj"]))) == {"x_proj"}
+
+
+def test_peft_refuses_what_it_is_said_to() -> None:
+    """The list is peft's own, which it does not give away: one that grows or goes is noticed here."""
+    for kind in STATE_SPACE:
+        model = tiny_model(kind, **STATE_SPACE[kind])
+        names = [name for name in passed_by(model) if name.endswith("out_proj")]
+        assert names
+        with pytest.raises(ValueError, match="incompatible") if kind in PEFT_REFUSES_IN else nullcontext():
+            get_peft_model(model, LoraConfig(target_modules=names))
 
 
 def test_experts_that_are_modules_are_left_alone_by_name_too() -> None:

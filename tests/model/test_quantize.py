@@ -11,7 +11,7 @@ from packed import LENGTHS, TOKENS, assert_close_gradients, documents, gradients
 from slipstream import InputError, Options, apply
 from slipstream.model import quantize
 from slipstream.model.load import LoadOptions, load_model
-from slipstream.model.lora import AdapterOptions, add_adapter, trainable_summary
+from slipstream.model.lora import AdapterOptions, add_adapter
 from slipstream.model.quantize import (
     check_installed,
     check_quantize,
@@ -21,6 +21,7 @@ from slipstream.model.quantize import (
     quantised_modules,
     quantize_decisions,
 )
+from slipstream.model.trainable import trainable_summary
 from tiny import tiny_model
 
 NF4 = LoadOptions(quantize="nf4", dtype="float32")

@@ -62,6 +62,7 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("llama", ["data.max_length=8"], "rows longer than max_length 8"),
     ("llama", ["train.steps=null", "train.warmup=200"], "train.warmup: 200 steps >= the run's"),
     ("mamba", [], "can't be trained packed: layers that carry state across documents"),
+    ("mamba", [UNPACKED, "adapter.targets=[out_proj]"], "adapter.targets: 'out_proj' of a state-space layer takes no"),
     ("xglm", [], "can't be trained packed: its attention can't be chosen"),
 ]
 ACCEPTED: list[tuple[str, list[str]]] = [
@@ -114,6 +115,16 @@ def test_a_plan_refuses_what_training_refuses(tmp_path: Path, family: str, overr
     planned = refusal(command.plan, recipe, device=None)
     assert planned == refusal(run.train, recipe, resume=False)
     assert told in planned
+
+
+@pytest.mark.parametrize(("family", "overrides"), [("llama", ["adapter.targets=[qq_proj]"]), ("mamba", [])])
+def test_a_model_is_refused_before_rows_and_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, overrides: list[str]
+) -> None:
+    recipe = recipe_of(tmp_path, family, overrides)
+    for late in ("prepare_rows", "build_model"):
+        monkeypatch.setattr(run, late, lambda *_: pytest.fail("read first"))
+    refusal(run.train, recipe, resume=False)
 
 
 @pytest.mark.parametrize(("family", "overrides"), ACCEPTED, ids=lambda value: str(value)[:60])

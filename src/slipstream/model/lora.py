@@ -13,10 +13,10 @@ adapters on parameters (``target_parameters``), so that they load in plain peft.
 
 In some of these families a dense layer shares its name with what the experts' fused matrices were called before, and
 peft, when it builds or loads an adapter, takes the name for the experts. No adapter on such a layer would load in plain
-peft, so none is put there: ``all-linear`` leaves it out with a warning, and naming it is an error.
+peft, so none is put there: ``all-linear`` leaves it out, says so (``left_out``), and naming it is an error. The
+same holds for what a state-space layer's kernels pass by (``model/state_space.py``).
 """
 
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,9 +26,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
+from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.model.new_tokens import trainable_rows, without_copies, without_matrices
-from slipstream.model.quantize import parameter_count
+from slipstream.model.state_space import passed_by, untrainable
+from slipstream.model.trainable import group_name
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -40,8 +42,6 @@ SHOWN_NAMES = 12
 """How many existing names an error lists."""
 FUSED_PAIRS = frozenset({"gate_proj", "up_proj", "w1", "w3"})
 """Names that peft wants to see together, since they are fused into one matrix in an expert."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,32 +66,6 @@ class AdapterOptions:
     """Adapters on the routers, which choose the experts, too; else they stay as they are."""
     modules_to_save: list[str] = field(default_factory=list)
     """Modules trained whole and saved beside the adapter, e.g. ``lm_head``."""
-
-
-@dataclass(frozen=True)
-class TrainableGroup:
-    """Trainable parameters of one name, over all layers."""
-
-    name: str
-    """The parameters' name with layer numbers as ``*``, e.g. ``model.layers.*.self_attn.q_proj.lora_A``."""
-    tensors: int
-    parameters: int
-
-
-@dataclass(frozen=True)
-class TrainableSummary:
-    """What of a model is trained."""
-
-    trainable: int
-    """Trainable parameters (numbers, not tensors)."""
-    total: int
-    """All parameters."""
-    groups: tuple[TrainableGroup, ...]
-    """The trainable ones by name, in the model's order."""
-
-    def __str__(self) -> str:
-        share = self.trainable / self.total if self.total else 0.0
-        return f"{self.trainable:,} of {self.total:,} parameters trainable ({share:.2%})"
 
 
 def add_adapter(
@@ -159,31 +133,14 @@ def resolve_targets(model: "PreTrainedModel", options: AdapterOptions) -> list[s
         if not any(_ends_with(module, name) for module in candidates):
             raise InputError(_no_match(model, name, candidates))
     wanted = [module for module in candidates if any(_ends_with(module, name) for name in names)]
+    if dead := untrainable(model, wanted):
+        raise InputError(
+            f"adapter.targets: {_leaf(dead[0])!r} of a state-space layer takes no adapter, since its kernels read the "
+            f"weight and pass the adapter by; leave it out, or use {ALL_LINEAR}"
+        )
     if redirected := _taken_for_experts(model, wanted):
         raise InputError(f"adapter.targets: peft takes {redirected[0]} for the experts' matrices; leave it out")
     return wanted
-
-
-def trainable_summary(model: "nn.Module") -> TrainableSummary:
-    """Count what is trained, and list it by name."""
-    counts: dict[str, tuple[int, int]] = {}
-    total = 0
-    for name, parameter in model.named_parameters():
-        total += parameter_count(parameter)
-        if parameter.requires_grad:
-            group = _group_name(name)
-            tensors, parameters = counts.get(group, (0, 0))
-            counts[group] = (tensors + 1, parameters + parameter.numel())
-    groups = tuple(TrainableGroup(name, *count) for name, count in counts.items())
-    return TrainableSummary(sum(group.parameters for group in groups), total, groups)
-
-
-def _group_name(parameter: str) -> str:
-    """``base_model.model.model.layers.3.mlp.up_proj.lora_A.default.weight`` → ``model.layers.*.mlp.up_proj.lora_A``."""
-    name = parameter.removeprefix("base_model.model.")
-    name = re.sub(r"\.(lora_\w+)\.[^.]+(\.weight)?$", r".\1", name)
-    name = re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 # Which modules
@@ -203,24 +160,50 @@ def _names(targets: str | list[str]) -> list[str]:
 
 
 def _all_linear(model: "PreTrainedModel", options: AdapterOptions) -> list[str]:
-    """The dense linear layers: those in a numbered layer, but for the output head."""
-    head = model.get_output_embeddings()
-    modules = dict(model.named_modules())
-    found = [
-        name
-        for name in _adaptable(model, options)
-        if _is_linear(modules[name]) and modules[name] is not head and re.search(r"\.\d+\.", name)
-    ]
-    redirected = set(_taken_for_experts(model, found))
-    if redirected:
-        names = ", ".join(sorted({_group_name(name) for name in redirected}))
-        logger.warning("adapter.targets: %s leaves out %s, which peft takes for the experts", ALL_LINEAR, names)
-    found = [name for name in found if name not in redirected]
+    """The dense linear layers: those in a numbered layer, but for the output head and what is left out."""
+    linear = _linear_in_layers(model, options)
+    redirected, passed = _left_out(model, linear)
+    found = [name for name in linear if name not in redirected | passed]
     if not found:
         raise InputError(
             f"adapter.targets: {ALL_LINEAR} matches nothing in {type(model).__name__}; name the modules to adapt"
         )
     return found
+
+
+def _linear_in_layers(model: "PreTrainedModel", options: AdapterOptions) -> list[str]:
+    head = model.get_output_embeddings()
+    modules = dict(model.named_modules())
+    return [
+        name
+        for name in _adaptable(model, options)
+        if _is_linear(modules[name]) and modules[name] is not head and re.search(r"\.\d+\.", name)
+    ]
+
+
+def _left_out(model: "PreTrainedModel", linear: list[str]) -> tuple[set[str], set[str]]:
+    """Which of the dense linear layers peft takes for experts, and which a state-space layer's kernels pass by."""
+    passed = passed_by(model).intersection(linear)
+    return set(_taken_for_experts(model, [name for name in linear if name not in passed])), passed
+
+
+def left_out(model: "PreTrainedModel", options: AdapterOptions) -> Decision | None:
+    """What of the dense linear layers ``all-linear`` leaves out, and why; None where it takes all, or isn't asked for.
+
+    ``model``: not wrapped by peft; its weights may be meta tensors.
+    """
+    if options.kind != "lora" or _names(options.targets) != [ALL_LINEAR]:
+        return None
+    redirected, passed = _left_out(model, _linear_in_layers(model, options))
+    told = [
+        f"{', '.join(sorted(set(map(group_name, names))))}, {why}"
+        for names, why in (
+            (redirected, "which peft takes for the experts"),
+            (passed, "whose adapters the kernels of state-space layers pass by"),
+        )
+        if names
+    ]
+    return Decision("adapters", False, f"{ALL_LINEAR} leaves out {'; and '.join(told)}") if told else None
 
 
 def _adaptable(model: "PreTrainedModel", options: AdapterOptions) -> list[str]:

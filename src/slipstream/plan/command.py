@@ -8,7 +8,7 @@ from rich.console import Console
 from slipstream.data.learn import use_template
 from slipstream.decision import Decision
 from slipstream.model.attention import Needs
-from slipstream.model.lora import check_adapter
+from slipstream.model.lora import check_adapter, left_out
 from slipstream.model.new_tokens import new_token_ids
 from slipstream.model.quantize import check_card
 from slipstream.model.tiled_mlp import check_tiles
@@ -40,14 +40,13 @@ def plan(recipe: Recipe, *, device: str | None, console: Console) -> tuple[dict[
     _check_device(recipe, aim)
     model = skeleton(recipe)
     tokenizer = checked_tokenizer(recipe)
-    packed = packed_needs(model) if recipe.packing.enabled else None
-    _check_model(recipe, model, tokenizer, packed)
+    packed = check_model(recipe, model, tokenizer)
     train = tokenised_set(recipe, recipe.data.train, tokenizer, console)
     held_out = tokenised_set(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
     use_template(tokenizer, recipe.data.chat_template)
     found = facts(recipe, model, train, held_out, packed)
-    told = new_tokens_decision(recipe)
-    prediction = _with(predict(recipe, found, aim), () if told is None else (told,))
+    told = (new_tokens_decision(recipe), left_out(model, recipe.adapter))
+    prediction = _with(predict(recipe, found, aim), tuple(filter(None, told)))
     check_schedule(recipe.train, prediction.steps)
     saved = gains(recipe, prediction, aim)
     ways = [] if prediction.fits else remedies(recipe, found, aim)
@@ -63,8 +62,12 @@ def _check_device(recipe: Recipe, aim: Target) -> None:
     check_card(recipe.load.quantize, has_card=aim.device.kind == "cuda")
 
 
-def _check_model(recipe: Recipe, model: Any, tokenizer: Any, packed: tuple[Decision, Needs | None] | None) -> None:
-    """What training would refuse of this model, asked of the functions that training asks."""
+def check_model(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[Decision, Needs | None] | None:
+    """Raises ``InputError`` for what a recipe asks of a model that has no storage, and can't be had.
+
+    Returns what ``packed_needs`` says of it; None for a recipe that doesn't pack.
+    """
+    packed = packed_needs(model) if recipe.packing.enabled else None
     if packed is not None:
         check_packing(recipe, packed[0])
     if recipe.adapter.kind == "lora":
@@ -74,6 +77,7 @@ def _check_model(recipe: Recipe, model: Any, tokenizer: Any, packed: tuple[Decis
         from slipstream.train.sharding import layers_to_divide  # brings FSDP2, which other plans need not wait for
 
         layers_to_divide(model)
+    return packed
 
 
 def _with(prediction: Prediction, decisions: tuple[Decision, ...]) -> Prediction:

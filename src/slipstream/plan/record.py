@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.data.tokens import TokenisedSet
 from slipstream.errors import InputError
-from slipstream.plan.facts import Target, facts, skeleton
+from slipstream.plan.facts import Target, facts
 from slipstream.plan.prediction import Taken, predict
 from slipstream.plan.table import seconds_text
 from slipstream.recipe import Recipe
@@ -16,16 +16,17 @@ from slipstream.report.numbers import bytes_text, time_text
 
 def run_plan(
     recipe: Recipe,
+    model: Any,
     target: Target,
     sets: tuple[TokenisedSet, TokenisedSet | None],
     taken: Taken,
 ) -> dict[str, Any]:
-    """The prediction for a run on ``sets`` (training and held-out) that has decided so.
+    """The prediction for a run of ``model`` (without storage) on ``sets`` (training and held-out) that has decided so.
 
     A model whose sizes can't be read is no reason not to train it: the record then says what is ``missing``.
     """
     try:
-        found = facts(recipe, skeleton(recipe), *sets)
+        found = facts(recipe, model, *sets)
         prediction = predict(recipe, found, target, taken)
     except InputError as error:
         return {"missing": str(error)}

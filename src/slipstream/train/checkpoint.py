@@ -39,9 +39,8 @@ def last_checkpoint(folder: Path, tell: Callable[[str], None] = lambda _: None) 
 
     ``tell`` gets a sentence for each newer one that is damaged. Raises ``InputError`` where none is whole.
     """
-    found = [entry for entry in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if checkpoint_step(entry) >= 0]
     reasons: list[str] = []
-    for entry in sorted((entry for entry in found if entry.is_dir()), key=checkpoint_step, reverse=True):
+    for entry in _newest_first(folder):
         reason = damage(entry)
         if reason is None:
             return entry
@@ -53,6 +52,16 @@ def last_checkpoint(folder: Path, tell: Callable[[str], None] = lambda _: None) 
         f"delete the run's folder or choose another output, and start again without --resume "
         f"(set train.save_every to save more often)"
     )
+
+
+def checkpoint_until(folder: Path, step: int) -> Path | None:
+    """The newest whole checkpoint saved after ``step`` or before; None where there is none."""
+    return next((entry for entry in _newest_first(folder) if checkpoint_step(entry) <= step and is_whole(entry)), None)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    found = [entry for entry in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if checkpoint_step(entry) >= 0]
+    return sorted((entry for entry in found if entry.is_dir()), key=checkpoint_step, reverse=True)
 
 
 def checkpoint_step(folder: Path) -> int:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,8 @@ __all__ = [
     "RunFolder",
     "StepLog",
     "StepRecord",
+    "checked_run",
+    "missing_steps",
     "read_records",
     "write_atomically",
 ]
@@ -283,13 +285,31 @@ def _read_run(folder: RunFolder, problems: list[str]) -> dict[str, Any]:
     except InputError as error:
         problems.append(str(error))
         return {}
-    version = run.get("format")
-    missing = [name for name in RUN_FIELDS if name not in run]
-    if version != FORMAT:
-        problems.append(f"run.json has format {version or 'unknown'}; this version reads format {FORMAT}")
-    if missing:
-        problems.append(f"run.json lacks {', '.join(missing)}")
+    problems += _run_problems(run, RUN_FIELDS)
     return run
+
+
+def checked_run(folder: RunFolder, *needed: str) -> dict[str, Any]:
+    """``run.json``; ``InputError`` where it is of another format, or lacks one of the ``needed`` fields."""
+    run = folder.read_run()
+    if problems := _run_problems(run, needed):
+        raise InputError(
+            f"'{folder.path}': {'; '.join(problems)}; use the version of Slipstream that wrote it "
+            f"({run.get('slipstream', 'unknown')}), restore run.json, or start another run"
+        )
+    return run
+
+
+def _run_problems(run: Mapping[str, Any], needed: Sequence[str]) -> list[str]:
+    version = run.get("format")
+    missing = [name for name in needed if name not in run]
+    problems = [f"run.json has format {version or 'unknown'}; this version reads format {FORMAT}"]
+    return [*(problems if version != FORMAT else []), *([f"run.json lacks {', '.join(missing)}"] if missing else [])]
+
+
+def missing_steps(records: Records, made: int) -> list[int]:
+    """The steps from 1 to ``made`` without a readable line."""
+    return sorted(set(range(1, made + 1)) - {record.step for record in records.steps})
 
 
 def _read_lines(kind: type[Record], path: Path, problems: list[str]) -> list[Record]:
