@@ -104,6 +104,12 @@ def test_a_damaged_checkpoint_is_named(killed: Path) -> None:
     assert "damaged" not in log(killed, "before the manifest")  # it never had its name
 
 
+def test_a_line_that_was_cut_is_told_once(killed: Path) -> None:
+    told = r"steps\.jsonl: line \d was cut off while it was written; it is left out; going on from checkpoint-6: the"
+    assert len(re.findall(told, log(killed, "in a line of steps.jsonl"))) == 1
+    assert "steps.jsonl" not in log(killed, "before the manifest")
+
+
 def test_one_that_was_stopped_too_early_is_told_what_to_do(killed: Path) -> None:
     assert statuses(killed, "too early") == [-9, 2]
     assert json.loads((killed / "runs/too early/run.json").read_text())["outcome"] == "running"
