@@ -8,7 +8,8 @@ DEMO_MODEL := $(VENV)/.demo-model
 WORKERS ?= 2
 SCREENSHOTS ?= build/screenshots
 
-# One compute thread a test worker: more would fight over the same cores.
+# One compute thread a test worker: more would fight over the same cores. A file's tests stay with one worker, so that
+# what they share (some twenty killed runs, say) is made once.
 TEST_ENV := OMP_NUM_THREADS=1
 
 .DELETE_ON_ERROR:
@@ -18,7 +19,7 @@ demo: $(DEMO_MODEL)
 	$(BIN)/python demo/demo.py
 
 test: lint
-	$(TEST_ENV) $(BIN)/pytest -n $(WORKERS)
+	$(TEST_ENV) $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

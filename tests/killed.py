@@ -4,6 +4,7 @@ One process trains to the end; each attempt is a fork of it that starts, or resu
 chosen call, so that every moment is met, and always the same.
 """
 
+import functools
 import gc
 import io
 import json
@@ -23,6 +24,7 @@ import slipstream.run
 import slipstream.train.checkpoint
 import slipstream.train.trainer
 from slipstream import InputError, Trainer
+from slipstream.device import ceilings
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.train.records import LineLog, to_line
 from tiny import tiny_model, tiny_tokenizer
@@ -191,6 +193,7 @@ def main(folder: Path) -> None:
         told[name] = statuses
 
     slipstream.run.write_report = lambda path: path / "report.html"  # half of an attempt's time, and tested elsewhere
+    ceilings.measure = functools.cache(ceilings.measure)  # by the first run, and not by each fork again
     (folder / "runs").mkdir()
     slipstream.run.train(recipe_in(folder, "never"), resume=False, console=Console(file=io.StringIO()))
     gc.freeze()  # the forks needn't look through what is here

@@ -5,6 +5,7 @@ does, what is left of a run is killed once one of its ranks has ended badly.
 """
 
 import contextlib
+import functools
 import gc
 import io
 import json
@@ -25,6 +26,7 @@ import slipstream.run
 from killed import at_call, die
 from slipstream import InputError, Trainer
 from slipstream.data.chunks import ChunkMaker
+from slipstream.device import ceilings
 from slipstream.errors import ToldElsewhereError
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.train.records import read_records
@@ -175,6 +177,8 @@ def begin_elsewhere(arm: Arm) -> None:
 def main(folder: Path) -> None:
     write_inputs(folder)
     slipstream.run.write_report = lambda path: path / "report.html"  # half of a run's time, and tested elsewhere
+    ceilings.measure = functools.cache(ceilings.measure)
+    ceilings.measure(torch.device("cpu"))  # for all ranks of all runs
     gc.freeze()  # the forks needn't look through what is here
     told: dict[str, Any] = {}
 

@@ -25,6 +25,7 @@ from tiny import CHATML, tiny_model, tiny_tokenizer
 from tiny_gguf import write_gguf
 
 Command = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.usefixtures("unreported")
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from slipstream.train.records import RunFolder, read_records
 from tiny import tiny_model, tiny_tokenizer
 
 Go = Callable[..., tuple[RunSummary, str]]
+pytestmark = pytest.mark.usefixtures("unreported")
 
 
 def write_inputs(folder: Path) -> None:

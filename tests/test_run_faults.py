@@ -22,6 +22,7 @@ from slipstream.train.run_folder import LOCK, RunFolder, full_disk_told
 from tiny import tiny_model, tiny_tokenizer
 
 Start = Callable[..., RunSummary]
+pytestmark = pytest.mark.usefixtures("unreported")
 
 
 @pytest.fixture
