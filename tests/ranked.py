@@ -202,14 +202,15 @@ def main(folder: Path) -> None:
     run("exchanged", 2, arms=exchanging, train__accumulate=2)
     run("exchanged alone", 1, train__accumulate=4)
     divided = {"train__sharding": "fsdp2"}
-    run("divided", 2, **dropout, **divided)
+    unsaved = {"train__save_every": None, "train__eval_every": None}  # gathering weights takes longer than training
+    run("divided", 2, **dropout, **divided, **unsaved)
     half = dict.fromkeys(range(2), lambda: setattr(slipstream.run, "compute_dtype", lambda _: "bfloat16"))
-    run("divided half", 2, arms=half, train__epochs=1, **divided)
-    run("alone half", 1, arms=half, train__epochs=1, train__accumulate=2)
+    run("divided half", 2, arms=half, train__epochs=1, **divided, **unsaved)
+    run("alone half", 1, arms=half, train__epochs=1, train__accumulate=2, **unsaved)
     full = {"adapter": {"kind": "none"}, "train__learning_rate": 0.001}
     run("full", 2, arms={0: at_call(Trainer, "training_step", 12, die)}, train__accumulate=2, **full, **divided)
     run("full", 2, resume=True, train__accumulate=2, **full, **divided)
-    run("full alone", 1, train__accumulate=4, **full)
+    run("full alone", 1, train__accumulate=4, **full, **unsaved)
     run("two", 1, "fewer", resume=True, train__epochs=3)
     others = [recipe_in(folder, "others", train__seed=index) for index in range(2)]
     told["others"] = [launch(others, "others", folder)]

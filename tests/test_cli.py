@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import datasets
 import pytest
 from rich.console import Console
 
@@ -17,7 +18,7 @@ from report.test_html import report_of, run_record, step
 from slipstream import cli, doctor
 from slipstream.errors import InputError
 from slipstream.plan import command
-from slipstream.recipe import Recipe
+from slipstream.recipe import Recipe, load_recipe
 from tiny import tiny_model, tiny_tokenizer
 
 
@@ -286,7 +287,9 @@ def test_rows_may_be_read_by_head(tmp_path: Path, flags: list[str]) -> None:
     assert flags or err == ""
 
 
-def test_a_plan_of_cached_rows_starts_without_what_only_training_needs(tmp_path: Path) -> None:
+def test_a_plan_of_cached_rows_starts_without_what_only_training_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each takes about a second to import."""
     tiny_model().save_pretrained(tmp_path / "model")
     tiny_tokenizer(eos="</s>").save_pretrained(tmp_path / "model")
@@ -300,6 +303,11 @@ def test_a_plan_of_cached_rows_starts_without_what_only_training_needs(tmp_path:
         "except SystemExit as left: assert left.code in (0, 3), left.code\n"
         "print('IMPORTED', *sorted({'datasets', 'pandas', 'peft'} & set(sys.modules)))"
     )
-    for _ in range(2):  # the first call tokenises
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    command.plan(load_recipe(path), device="h200", console=Console(quiet=True))  # tokenises
+    cached = [entry for entry in (tmp_path / "cache").rglob("*") if entry.is_file()]
+    assert cached
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert [entry for entry in (tmp_path / "cache").rglob("*") if entry.is_file()] == cached
     assert done.stdout.splitlines()[-1] == "IMPORTED"

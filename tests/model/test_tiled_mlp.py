@@ -23,8 +23,8 @@ LENGTHS = (18, 1, 12, 14)
 TILES = 16  # 45 tokens in three tiles, the last of 13
 
 
-def adapted(family: str = "llama", dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> Any:
-    model = with_adapter(model_of(family).to(dtype), dropout)
+def adapted(family: str = "llama", dtype: torch.dtype = torch.float32, dropout: float = 0.0, **overrides: Any) -> Any:
+    model = with_adapter(model_of(family, **overrides).to(dtype), dropout)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.1
@@ -150,7 +150,7 @@ def test_two_forwards_before_their_backwards() -> None:
 
 def test_compiled_layers_have_compiled_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    model = apply(adapted(), Options(activations="recompute", tiles=TILES))
+    model = apply(adapted(num_hidden_layers=1), Options(activations="recompute", tiles=TILES))
     _, plain = gradients_of(model)
     layers = CompiledLayers(base_model(model).get_decoder())
     torch._dynamo.reset()

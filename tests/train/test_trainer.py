@@ -155,6 +155,19 @@ def test_evaluation_is_in_no_step(tmp_path: Path) -> None:
     assert counts(run(eval_strategy="steps", eval_steps=1)) == counts(run())
 
 
+def test_evaluation_changes_no_draw_of_dropout(tmp_path: Path) -> None:
+    def learned(dropout: float = 0.3, **named: Any) -> dict[str, torch.Tensor]:
+        model = apply(with_adapter(model_of("llama"), dropout))
+        trainer = trainer_of(tmp_path, model=model, eval_dataset=packed_rows(seed=50), **named)
+        trainer.train()
+        return weights(trainer.model)
+
+    expected, found = learned(), learned(eval_strategy="steps", eval_steps=1)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    whole = learned(dropout=0.0)
+    assert not all(torch.equal(whole[name], value) for name, value in expected.items())
+
+
 def test_seconds_leave_evaluation_out(tmp_path: Path) -> None:
     class Slow(PackedCollator):
         def __call__(self, examples: Any) -> dict[str, Any]:

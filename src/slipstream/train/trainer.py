@@ -236,11 +236,12 @@ class Trainer(SeveralRanksTrainer):
         self.model.eval()
         loss = torch.zeros((), device=self.args.device)
         count = torch.zeros((), device=self.args.device, dtype=torch.int64)
-        for inputs in self.get_eval_dataloader(eval_dataset):
-            inputs = self._prepare_inputs(inputs)
-            loss += self.batch_loss(self.model, inputs)[0]
-            count += learned_tokens(inputs["labels"])
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        with torch.random.fork_rng(devices=()):  # a loader draws a seed of the host: training's dropout stays as it was
+            for inputs in self.get_eval_dataloader(eval_dataset):
+                inputs = self._prepare_inputs(inputs)
+                loss += self.batch_loss(self.model, inputs)[0]
+                count += learned_tokens(inputs["labels"])
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.model.train(was_training)
         loss, count = self.accelerator.reduce((loss, count), reduction="sum")
         self._step_began = time.perf_counter()
