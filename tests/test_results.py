@@ -338,9 +338,10 @@ def test_no_run(merge: Command, tmp_path: Path) -> None:
     [
         ({"format": 2, "slipstream": "9.1"}, "run.json has format 2; this version reads format 1; use the version"),
         ({"format": None}, "run.json has format unknown; this version reads format 1"),
-        ({"recipe": None}, "run.json lacks recipe; use the version of Slipstream that wrote it"),
+        ({"recipe": None}, "run.json lacks recipe.model; use the version of Slipstream that wrote it"),
+        ({"recipe": "damaged"}, "run.json lacks recipe.model; use the version of Slipstream that wrote it"),
     ],
-    ids=["newer", "unknown", "without its recipe"],
+    ids=["newer", "unknown", "without its recipe", "with another"],
 )
 def test_a_run_of_another_format(changes: dict[str, Any], told: str, run: Path, merge: Command, tmp_path: Path) -> None:
     record = json.loads((run / "run.json").read_text()) | changes

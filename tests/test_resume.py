@@ -275,7 +275,13 @@ def test_a_line_that_is_gone_from_between_is_told_and_its_step_not_made_again(pr
     assert [record.step for record in read_records(project / "run").steps] == [2, 3]
 
 
-@pytest.mark.parametrize(("change", "told"), [({"format": 2}, "run.json has format 2; this version reads format 1")])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"format": 2}, "run.json has format 2; this version reads format 1"),
+        ({"rows": {}, "packing": None}, "run.json lacks packing.train, rows.train; use the version"),
+    ],
+)
 def test_a_run_of_another_format_is_not_gone_on_with(project: Path, change: dict[str, Any], told: str) -> None:
     record = json.loads((project / "run/run.json").read_text())
     (project / "run/run.json").write_text(json.dumps(record | change))

@@ -177,7 +177,7 @@ def generate(
     system: Annotated[str | None, typer.Option("--system", help="A system message before it.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The most tokens to answer with.")] = 256,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Try the tuned model on a prompt."""

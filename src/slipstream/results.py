@@ -116,7 +116,7 @@ def merge(run_folder: str, out: str, *, dtype: MergedDtype | None, console: Cons
 
 def recipe_of(folder: RunFolder) -> Recipe:
     """The recipe that a run was started with. ``InputError`` where ``run.json`` is of another format, or lacks it."""
-    return recipe_from_dict(checked_run(folder, "recipe")["recipe"])
+    return recipe_from_dict(checked_run(folder, "recipe.model")["recipe"])
 
 
 def tuned_weights(folder: RunFolder, recipe: Recipe, console: Console) -> tuple[Path, bool]:
@@ -141,7 +141,7 @@ def _is_lora(recipe: Recipe) -> bool:
 
 def _merged(folder: RunFolder, recipe: Recipe, adapter: Path, tokenizer: Any, dtype: MergedDtype | None) -> Any:
     """The base with the adapter: added to as it is stored where that is the dtype asked for, else in float32."""
-    record = checked_run(folder, "parameters", "device")
+    record = checked_run(folder, "parameters.total", "parameters.trainable", "device")
     with _base_told(recipe):
         stored = _base_dtype(recipe, record)
     wanted = dtype or stored

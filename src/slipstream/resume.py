@@ -120,7 +120,7 @@ def claimed(recipe: Recipe, ranks: Ranks, *, resume: bool) -> Iterator[RunFolder
 
 def resumption(folder: RunFolder, recipe: Recipe, console: Console, *, processes: int = 1) -> Resumption:
     """How the run goes on as ``recipe`` and ``processes`` say; ``InputError`` where it can't. Writes no record."""
-    run = checked_run(folder, "recipe", "packing", "rows", "parameters")
+    run = checked_run(folder, "recipe.model", "packing.train", "rows.train", "parameters.total")
     _refuse_other_processes(folder, int(run.get("processes", 1)), processes)
     before = _recorded(run["recipe"])
     recipe = _in_same_places(recipe, before)

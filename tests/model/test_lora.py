@@ -250,6 +250,21 @@ def test_an_adapter_for_another_model_is_refused(tmp_path: Path) -> None:
         load_adapter(tiny_model(), tmp_path / "elsewhere")
 
 
+def test_an_adapter_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    add_adapter(tiny_model(), AdapterOptions(rank=4), seed=0).save_pretrained(tmp_path)
+    weights, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    weights.write_bytes(weights.read_bytes()[:999])
+    with pytest.raises(InputError, match=r"the weights in .* are damaged .*; restore it, or delete that folder"):
+        load_adapter(tiny_model(), tmp_path)
+    weights.unlink()
+    with pytest.raises(InputError, match=r"has no adapter_model\.safetensors; restore it, or delete that folder"):
+        load_adapter(tiny_model(), tmp_path)
+    for text in ("{", "{}", "[]"):
+        config.write_text(text)
+        with pytest.raises(InputError, match=r"adapter_config\.json is damaged"):
+            load_adapter(tiny_model(), tmp_path)
+
+
 def test_rank_alpha_and_rslora_reach_the_adapters() -> None:
     scaling = {}
     for rslora in (False, True):

@@ -17,6 +17,7 @@ peft, so none is put there: ``all-linear`` leaves it out, says so (``left_out``)
 same holds for what a state-space layer's kernels pass by (``model/state_space.py``).
 """
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 ALL_LINEAR = "all-linear"
 SHOWN_NAMES = 12
 """How many existing names an error lists."""
+ANOTHER_ADAPTER = "restore it, or delete that folder to use the run's last checkpoint"
 FUSED_PAIRS = frozenset({"gate_proj", "up_proj", "w1", "w3"})
 """Names that peft wants to see together, since they are fused into one matrix in an expert."""
 
@@ -107,17 +109,36 @@ def add_adapter(
 
 
 def load_adapter(model: "PreTrainedModel", folder: Path) -> "PeftModel":
-    """Wrap the model with a saved adapter, to be used, not trained. Raises ``InputError`` for one that does not fit."""
-    from peft import PeftModel
+    """Wrap the model with a saved adapter, to be used, not trained.
 
-    if not (folder / "adapter_config.json").is_file():
-        raise InputError(f"adapter: {folder} has no adapter_config.json; give the adapter folder of a finished run")
+    Raises ``InputError`` for one that does not fit, is not whole (peft would look for it on the hub) or is damaged.
+    """
+    from peft import PeftModel
+    from safetensors import SafetensorError
+
+    _check_whole(folder)
     try:
         return PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError) as error:  # peft: other shapes; no module of that name
         raise InputError(
             f"adapter: {folder} does not fit {model.name_or_path} ({error}); use the base model it was trained on"
         ) from error
+    except SafetensorError as error:
+        raise InputError(f"adapter: the weights in {folder} are damaged ({error}); {ANOTHER_ADAPTER}") from error
+
+
+def _check_whole(folder: Path) -> None:
+    config = folder / "adapter_config.json"
+    if not config.is_file():
+        raise InputError(f"adapter: {folder} has no adapter_config.json; give the adapter folder of a finished run")
+    try:
+        whole = "peft_type" in json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        whole = False
+    if not whole:
+        raise InputError(f"adapter: {config} is damaged; {ANOTHER_ADAPTER}")
+    if not any((folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
+        raise InputError(f"adapter: {folder} has no adapter_model.safetensors; {ANOTHER_ADAPTER}")
 
 
 def resolve_targets(model: "PreTrainedModel", options: AdapterOptions) -> list[str]:

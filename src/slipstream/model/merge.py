@@ -80,18 +80,13 @@ def merge_adapter(
     ``base`` is in ``dtype`` already or in float32, and has ``base_parameters`` parameters, as when the adapter was
     trained. Raises ``InputError`` for another base model, one with quantised weights, or a damaged adapter.
     """
-    from safetensors import SafetensorError
-
     _check_base(base, adapter, base_parameters)
     loaded = {name: parameter.dtype for name, parameter in base.named_parameters()}
     own = base.dtype
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*tie_word_embeddings")  # the very thing that is done here
         warnings.filterwarnings("ignore", message="All adapters are already merged")  # those on experts are
-        try:
-            adapted = load_adapter(base, adapter)
-        except SafetensorError as error:
-            raise InputError(f"adapter: the weights in {adapter} are damaged ({error}); train again") from error
+        adapted = load_adapter(base, adapter)
         _part_head_from_embedding(adapted.get_base_model())
         _merge_experts(adapted)
         merged: PreTrainedModel = adapted.merge_and_unload()

@@ -290,7 +290,7 @@ def _read_run(folder: RunFolder, problems: list[str]) -> dict[str, Any]:
 
 
 def checked_run(folder: RunFolder, *needed: str) -> dict[str, Any]:
-    """``run.json``; ``InputError`` where it is of another format, or lacks one of the ``needed`` fields."""
+    """``run.json``; ``InputError`` where it is of another format, or lacks a value that is ``needed`` (``a.b``)."""
     run = folder.read_run()
     if problems := _run_problems(run, needed):
         raise InputError(
@@ -302,9 +302,18 @@ def checked_run(folder: RunFolder, *needed: str) -> dict[str, Any]:
 
 def _run_problems(run: Mapping[str, Any], needed: Sequence[str]) -> list[str]:
     version = run.get("format")
-    missing = [name for name in needed if name not in run]
+    missing = [name for name in needed if not _holds(run, name)]
     problems = [f"run.json has format {version or 'unknown'}; this version reads format {FORMAT}"]
     return [*(problems if version != FORMAT else []), *([f"run.json lacks {', '.join(missing)}"] if missing else [])]
+
+
+def _holds(run: Any, path: str) -> bool:
+    """Whether there is a value at ``path``, its parts separated by dots."""
+    for part in path.split("."):
+        if not isinstance(run, Mapping) or part not in run:
+            return False
+        run = run[part]
+    return True
 
 
 def missing_steps(records: Records, made: int) -> list[int]:
