@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
 
@@ -177,6 +178,7 @@ def begin_elsewhere(arm: Arm) -> None:
 def main(folder: Path) -> None:
     write_inputs(folder)
     slipstream.run.write_report = lambda path: path / "report.html"  # half of a run's time, and tested elsewhere
+    PeftModel.create_or_update_model_card = lambda *_: None  # a template compiled in each save
     ceilings.measure = functools.cache(ceilings.measure)
     ceilings.measure(torch.device("cpu"))  # for all ranks of all runs
     gc.freeze()  # the forks needn't look through what is here
