@@ -45,7 +45,8 @@ LEGENDS = {
     "experts": "*where-loop* looks up each expert's tokens (the published baseline), *sorted-loop* sorts once (the "
     "published change), *grouped* multiplies all experts at once; *transformers-* are that library's own experts.",
     "offload": "*offload-1* and *offload-2* reload layer inputs with one buffer and with two, *offload-auto* with what "
-    "is chosen here; *recompute* keeps the inputs on the device.",
+    "is chosen here; *recompute* keeps the inputs on the device. Rows that were tried under a cap with fewer layers "
+    "than the model has: the cap is a card's less the weights of the layers left out, whose inputs lie on the host.",
     "packing": "*stock* is transformers with position ids; *wasteful-* makes boundaries and structures again in every "
     "layer (*loop* as published, *vectorised* as fast as that can be); *slipstream* makes them once a batch. The "
     "prediction is of what a rebuild adds to one layer, measured beside the steps.",

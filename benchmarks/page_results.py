@@ -72,7 +72,7 @@ def comparisons_table(comparisons: Sequence[Row]) -> str:
         "part": [str(one.get("part", "whole")) for one in comparisons],
         "saved": [seconds(one.get("saved_seconds")) for one in comparisons],
         "95% interval": [_interval(one) for one in comparisons],
-        "gain": [_gain(one) for one in comparisons],
+        "gain": [gain_told(one) for one in comparisons],
         "gain, interval": [_gain_interval(one) for one in comparisons],
         "predicted": [seconds(one.get("predicted_seconds")) for one in comparisons],
         "saved / predicted": [_of_predicted(one) for one in comparisons],
@@ -102,7 +102,8 @@ def gain_of(one: Row) -> float | None:
     return 1 / one["ratio"] - 1 if "arm" in one else one["ratio"] - 1
 
 
-def _gain(one: Row) -> str:
+def gain_told(one: Row) -> str:
+    """The gain in words; *noise* where its interval, or that of what is saved, contains 0."""
     gain = gain_of(one)
     low, high = (one.get("gain_low", one.get("saved_low")), one.get("gain_high", one.get("saved_high")))
     noise = low is not None and high is not None and low <= 0 <= high
@@ -153,10 +154,10 @@ def arm_cells(name: str, arm: Any) -> dict[str, Any]:
 
 
 def _why(decisions: Sequence[str]) -> str:
-    """Why a step ran in another mode than asked for, without the library's advice."""
+    """Why a step ran in another mode than asked for, without a library's error and advice: the file has these."""
     told = next((str(one) for one in decisions if str(one).startswith("step: ")), "")
     reason = told.partition("compiled: ")[2] or told.partition("eager: ")[2]
-    return (reason.partition(" Search for ")[0] or "no reason recorded").rstrip(")")
+    return (reason.partition(": ")[0] or "no reason recorded").rstrip(")")
 
 
 def plain_tables(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
