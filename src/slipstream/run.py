@@ -27,7 +27,7 @@ from slipstream.data.learn import use_template
 from slipstream.data.preview import preview
 from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator, PaddedCollator
-from slipstream.model.load import check_context, load_tokenizer
+from slipstream.model.load import check_context, check_revision, load_tokenizer
 from slipstream.model.lora import left_out
 from slipstream.places import keep_compiled_code
 from slipstream.plan.command import check_model
@@ -351,6 +351,7 @@ class _Training:
 def show_data(recipe: Recipe, *, rows: int, console: Console) -> dict[str, Any]:
     """Print the first ``rows`` packed rows: each document's text, its bounds, and which tokens are learned."""
     quiet_libraries()
+    check_revision(recipe.model, recipe.load)
     tokenizer = load_tokenizer(recipe.model, recipe.load)
     prepared = prepare_rows(recipe, recipe.data.train, tokenizer, console)
     held_out = prepare_rows(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
