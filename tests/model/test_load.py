@@ -178,7 +178,9 @@ def test_an_embedding_of_another_size_than_the_config_says(folder: Path, rows: i
 
 
 def test_a_revision_of_a_local_model_is_refused(folder: Path) -> None:
-    told = r"load\.revision: v1 can't be had of .*, which is a folder here and has no revisions; leave load\.revision out"
+    told = (
+        r"load\.revision: v1 can't be had of .*, which is a folder here and has no revisions; leave load\.revision out"
+    )
     options = LoadOptions(dtype="float32", revision="v1")
     for act in (load_model, load_config, load):
         with pytest.raises(InputError, match=told):
