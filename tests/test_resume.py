@@ -289,6 +289,27 @@ def test_a_run_of_another_format_is_not_gone_on_with(project: Path, change: dict
         go(train__steps=3)
 
 
+@pytest.mark.parametrize("count", ["2", "two", -1, 0, 1.5, True, None, []])
+def test_processes_that_are_no_number_of_processes_are_told(project: Path, count: object) -> None:
+    place = project / "run/run.json"
+    place.write_text(json.dumps({**json.loads(place.read_text()), "processes": count}))
+    with pytest.raises(InputError) as refused:
+        go(train__steps=3)
+    assert f"run.json has {count!r} for processes, a whole number of at least 1 is needed; rest" in str(refused.value)
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "trainer_state.json", "adapter_model.safetensors"])
+def test_a_checkpoint_without_its_list_that_is_damaged_is_passed_over(project: Path, file: str) -> None:
+    newest = project / "run/checkpoints/checkpoint-2"
+    (newest / "slipstream.json").unlink()
+    data = (newest / file).read_bytes()
+    (newest / file).write_bytes(data[: len(data) // 2])
+    summary, said = go(train__steps=3, data__eval="held.jsonl")
+    assert said.count(f"checkpoint-2 is damaged ({file} cannot be read") == 1
+    assert "going on from step 1 " in said
+    assert summary.steps == 3
+
+
 def test_records_of_another_version_are_filled_in(project: Path) -> None:
     """Keys that came later had their defaults; paths were as they were written."""
     record = json.loads((project / "run/run.json").read_text())

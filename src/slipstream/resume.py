@@ -121,7 +121,7 @@ def claimed(recipe: Recipe, ranks: Ranks, *, resume: bool) -> Iterator[RunFolder
 def resumption(folder: RunFolder, recipe: Recipe, console: Console, *, processes: int = 1) -> Resumption:
     """How the run goes on as ``recipe`` and ``processes`` say; ``InputError`` where it can't. Writes no record."""
     run = checked_run(folder, "recipe.model", "packing.train", "rows.train", "parameters.total")
-    _refuse_other_processes(folder, int(run.get("processes", 1)), processes)
+    _refuse_other_processes(folder, _began_as(folder, run), processes)
     before = _recorded(run["recipe"])
     recipe = _in_same_places(recipe, before)
     _refuse_missing_base(recipe)
@@ -360,6 +360,17 @@ def _complete(folder: RunFolder, steps: int) -> str:
         f"the run in '{folder.path}' is complete: its {steps:,} steps are made, nothing is left to do and nothing was "
         "changed; raise train.steps or train.epochs to train on"
     )
+
+
+def _began_as(folder: RunFolder, run: Mapping[str, Any]) -> int:
+    """The processes that a run began as, one where its record is from before they were kept."""
+    count = run.get("processes", 1)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InputError(
+            f"'{folder.path}': run.json has {count!r} for processes, a whole number of at least 1 is needed; restore "
+            "run.json, or start another run with another output"
+        )
+    return count
 
 
 def _refuse_other_processes(folder: RunFolder, before: int, now: int) -> None:

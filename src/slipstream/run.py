@@ -27,11 +27,11 @@ from slipstream.data.learn import use_template
 from slipstream.data.preview import preview
 from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator, PaddedCollator
-from slipstream.model.load import check_context, load_tokenizer
+from slipstream.model.load import check_context, check_revision, load_tokenizer
 from slipstream.model.lora import left_out
 from slipstream.places import keep_compiled_code
 from slipstream.plan.command import check_model
-from slipstream.plan.facts import Target, skeleton, this_machine
+from slipstream.plan.facts import Target, skeleton, this_machine, with_new_tokens
 from slipstream.plan.prediction import Taken
 from slipstream.plan.record import plan_line, run_plan
 from slipstream.prepare import (
@@ -106,6 +106,7 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks)
     sketch = ranks.in_turn(lambda: skeleton(recipe))
     with ranks.together():
         check_model(recipe, sketch, tokenizer)  # before rows and weights are read, which may take long
+        tokens = with_new_tokens(recipe, sketch, tokenizer)
     train_rows = ranks.in_turn(lambda: prepare_rows(recipe, recipe.data.train, tokenizer, console))
     eval_rows = None
     if held_out := recipe.data.eval:
@@ -123,7 +124,8 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks)
     for decision in decided:
         console.print(f"  {decision}")
     record = describe_run(recipe, model, device, train_rows, eval_rows, decided)
-    record |= {"plan": _planned(recipe, sketch, model, target, (train_rows, eval_rows)), "processes": ranks.count}
+    planned = _planned(recipe, (sketch, tokens), model, target, (train_rows, eval_rows))
+    record |= {"plan": planned, "processes": ranks.count}
     console.print(f"  {plan_line(record['plan'])}")
     ranks.agree("the tokenised data", repr(record["rows"]), "give all processes the same files and data set caches")
     return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record, ranks), autocast
@@ -147,12 +149,14 @@ def _applied(recipe: Recipe, model: nn.Module, autocast: torch.dtype, sets: list
 
 
 def _planned(
-    recipe: Recipe, sketch: Any, model: nn.Module, target: Target, sets: tuple[Rows, Rows | None]
+    recipe: Recipe, sketched: tuple[Any, list[int]], model: nn.Module, target: Target, sets: tuple[Rows, Rows | None]
 ) -> dict[str, Any]:
-    """What the plan says of this run, as it was set up."""
+    """What the plan says of this run, as it was set up; ``sketched``: the model without storage, and its new tokens."""
+    sketch, tokens = sketched
     held, hung = sets[1], applied(model)
     taken = Taken() if hung is None else Taken(hung.attention, hung.split, hung.forward.packing)
-    return run_plan(recipe, sketch, target, (sets[0].tokenised, None if held is None else held.tokenised), taken)
+    tokenised = (sets[0].tokenised, None if held is None else held.tokenised)
+    return run_plan(recipe, sketch, target, tokenised, taken, tokens=tokens)
 
 
 class _Training:
@@ -351,6 +355,7 @@ class _Training:
 def show_data(recipe: Recipe, *, rows: int, console: Console) -> dict[str, Any]:
     """Print the first ``rows`` packed rows: each document's text, its bounds, and which tokens are learned."""
     quiet_libraries()
+    check_revision(recipe.model, recipe.load)
     tokenizer = load_tokenizer(recipe.model, recipe.load)
     prepared = prepare_rows(recipe, recipe.data.train, tokenizer, console)
     held_out = prepare_rows(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None

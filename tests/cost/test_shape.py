@@ -94,10 +94,16 @@ def test_latent_attention() -> None:
     assert ("kv_b_proj", 32, 4 * 32 + 4 * 24) in {(m.name, m.inputs, m.outputs) for m in shape.layers[0].matrices}
 
 
-@pytest.mark.parametrize("missing", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize("missing", ["hidden_size", "num_hidden_layers", "vocab_size"])
 def test_what_is_missing_is_named(missing: str) -> None:
     with pytest.raises(InputError, match=rf"type 'qwen3'.*{missing}.*complete config.json"):
         ModelShape.of({name: value for name, value in QWEN3_06B.items() if name != missing})
+
+
+def test_layers_without_attention_are_told_from_incomplete_configurations() -> None:
+    bare = {name: value for name, value in QWEN3_06B.items() if name != "num_attention_heads"}
+    with pytest.raises(InputError, match=r"type 'qwen3'\) names no attention heads, and of other layers activations"):
+        ModelShape.of(bare)
 
 
 def test_nested_and_older_names() -> None:

@@ -28,6 +28,7 @@ from slipstream.model.load import (
     check_context,
     context_length,
     load,
+    load_config,
     load_model,
     load_tokenizer,
     resolve_dtype,
@@ -158,6 +159,33 @@ def test_weights_that_the_checkpoint_lacks_are_not_made_up(folder: Path) -> None
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"lacks 1 of the model's weights, e\.g\. model\.layers\.1\.mlp\.up_proj"):
         load_model(str(folder), FLOAT32)
+
+
+@pytest.mark.parametrize("rows", [300, 4000])
+def test_an_embedding_of_another_size_than_the_config_says(folder: Path, rows: int) -> None:
+    weights = load_file(folder / "model.safetensors")
+    held, width = weights["model.embed_tokens.weight"].shape
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = torch.zeros(rows, width)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError) as refused:
+        load_model(str(folder), FLOAT32)
+    assert str(refused.value) == (
+        f"model: the checkpoint {folder} holds lm_head.weight as {rows:,} × {width}, and its config.json makes it "
+        f"{held} × {width} (and so on, 2 weights in all); mend config.json (vocab_size is the rows of the embedding), "
+        "or use the weights that belong to it"
+    )
+
+
+def test_a_revision_of_a_local_model_is_refused(folder: Path) -> None:
+    told = (
+        r"load\.revision: v1 can't be had of .*, which is a folder here and has no revisions; leave load\.revision out"
+    )
+    options = LoadOptions(dtype="float32", revision="v1")
+    for act in (load_model, load_config, load):
+        with pytest.raises(InputError, match=told):
+            act(str(folder), options)
+    assert load_tokenizer(str(folder), options)  # an adapter's folder is local where its base is not
 
 
 def test_tied_weights_are_not_missing(folder: Path) -> None:

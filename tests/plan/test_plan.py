@@ -7,13 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cost.configs import GPT_OSS_20B, QWEN3_06B, QWEN3_14B
 from planning import CPU_RATES, GIB, decisions, plan, recipe_of
 from slipstream.data.packing import pack
 from slipstream.errors import InputError
+from slipstream.model.trainable import trainable_summary
 from slipstream.plan import command, facts, prediction, search
+from slipstream.prepare import build_model
 from slipstream.recipe import Recipe
+from tiny import tiny_model, tiny_tokenizer
 from tiny_gguf import LAYERS, write_gguf
 
 
@@ -381,3 +386,66 @@ def test_a_remedy_that_is_refused_is_none(tmp_path: Path) -> None:
     document, fits, _ = plan(recipe_of(tmp_path, QWEN3_14B, *asked), "rtx-3060-laptop")
     assert not fits
     assert not any("offload" in remedy["changes"].values() for remedy in document["remedies"])
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", []),
+        ("llama", ["adapter.modules_to_save=[lm_head]"]),
+        ("llama", ["adapter.modules_to_save=[lm_head, embed_tokens]"]),
+        ("llama", ["adapter.kind=none"]),
+        ("gemma2", []),  # whose head is its embedding
+    ],
+)
+@pytest.mark.usefixtures("cpu_machine")
+def test_rows_of_new_tokens_are_counted(tmp_path: Path, family: str, overrides: list[str]) -> None:
+    tiny_model(family).save_pretrained(tmp_path / "model")
+    tiny_tokenizer(eos="</s>").save_pretrained(tmp_path / "model")
+    named = f"load.new_tokens={['</s>', *(f'<{i}>' for i in range(100))]}"
+    without = plan(recipe_of(tmp_path, tmp_path / "model", *overrides), None)[0]
+    recipe = recipe_of(tmp_path, tmp_path / "model", named, *overrides)
+    document = plan(recipe, None)[0]
+    made = trainable_summary(build_model(recipe, torch.device("cpu")))
+    assert document["parameters"]["trained"] == made.trainable > without["parameters"]["trained"]
+    assert document["parameters"]["total"] > without["parameters"]["total"]  # the matrices have grown
+    parts = [{part["name"]: part["bytes"] for part in one["memory"]["device"]} for one in (without, document)]
+    more = made.trainable - without["parameters"]["trained"]
+    assert parts[1]["optimizer"] - parts[0]["optimizer"] == 8 * more
+
+
+@pytest.mark.parametrize("family", ["mamba", "rwkv"])
+@pytest.mark.usefixtures("cpu_machine")
+def test_of_recurrent_layers_what_can_be_counted_is(tmp_path: Path, family: str) -> None:
+    config = AutoConfig.for_model(family, hidden_size=32, num_hidden_layers=2, vocab_size=320)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tiny_tokenizer(eos="</s>").save_pretrained(tmp_path / "model")
+    off = ("packing.enabled=false", "packing.rows=2", "load.dtype=float32")
+    recipe = recipe_of(tmp_path, tmp_path / "model", *off)
+    document, fits, said = plan(recipe, None)
+    made = trainable_summary(build_model(recipe, torch.device("cpu")))
+    assert fits
+    assert document["fits"] is None
+    assert document["parameters"] == {"total": made.total - made.trainable, "trained": made.trainable}
+    parts = {part["name"]: part["bytes"] for part in document["memory"]["device"]}
+    weights, trained = 4 * (made.total - made.trainable), 4 * made.trainable
+    assert parts == {"weights": weights, "adapters": trained, "gradients": trained, "optimizer": 2 * trained}
+    assert document["least_bytes"] == sum(parts.values())
+    assert document["steps"] == 32
+    assert decisions(document)["packing"][0] is False
+    assert f"type '{family}') names no attention heads" in document["missing"]
+    assert said.count("not predicted: activations, and the time of a step: its configuration (type") == 1
+    full, fits, said = plan(recipe_of(tmp_path, tmp_path / "model", *off, "adapter.kind=none"), None)
+    assert full["parameters"]["trained"] == made.total - made.trainable
+    for refused, told in (("train.mode=compiled", "train.mode compiled"), ("train.warmup=99", "train.warmup: 99")):
+        with pytest.raises(InputError, match=told):
+            plan(recipe_of(tmp_path, tmp_path / "model", *off, refused), None)
+
+
+@pytest.mark.usefixtures("cpu_machine")
+def test_recurrent_layers_whose_weights_alone_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 320}
+    monkeypatch.setattr(facts, "free_bytes", lambda device: 1000)
+    document, fits, said = plan(recipe_of(tmp_path, config, "packing.enabled=false"), None)
+    assert (fits, document["fits"]) == (False, False)
+    assert "does not fit: " in said

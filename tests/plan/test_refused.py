@@ -52,6 +52,7 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("llama", ["load.new_tokens=[<a>]", "adapter.targets=[embed_tokens]"], "adapter.targets: 'embed_tokens' has its"),
     ("llama", ["load.new_tokens=[<a>]", "adapter.targets=[lm_head]"], "adapter.targets: 'lm_head' has its new"),
     ("llama", ["load.new_tokens=[<a>, <a>]"], "load.new_tokens: '<a>' is named 2 times"),
+    ("llama", ["load.revision=v1"], "load.revision: v1 can't be had of"),
     ("llama", ["load.quantize=nf4"], "load.quantize: nf4 needs a CUDA card"),
     ("llama", ["train.optimizer=adamw8bit"], "train.optimizer: adamw8bit needs bitsandbytes"),
     ("llama", ["train.trackers=[wandb]"], "train.trackers: wandb is not installed"),
@@ -115,6 +116,11 @@ def test_a_plan_refuses_what_training_refuses(tmp_path: Path, family: str, overr
     planned = refusal(command.plan, recipe, device=None)
     assert planned == refusal(run.train, recipe, resume=False)
     assert told in planned
+
+
+def test_the_data_is_not_shown_for_a_revision_that_a_local_model_has_not(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "llama", ["load.revision=v1"])
+    assert refusal(run.show_data, recipe, rows=1) == refusal(command.plan, recipe, device=None)
 
 
 @pytest.mark.parametrize(("family", "overrides"), [("llama", ["adapter.targets=[qq_proj]"]), ("mamba", [])])

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from slipstream import InputError
 from slipstream.train.checkpoint import (
@@ -27,8 +29,56 @@ WHOLE = (*NEEDED, WEIGHTS[0])
 def save(folder: Path, name: str, files: tuple[str, ...] = WHOLE) -> Path:
     (folder / name).mkdir(parents=True)
     for file in files:
-        (folder / name / file).write_text("{}")
+        place = folder / name / file
+        if place.suffix == ".json":
+            place.write_text(json.dumps({"global_step": 1, "weight_map": {}}))
+        elif place.suffix == ".safetensors":
+            save_file({"a": torch.arange(64)}, place)
+        else:
+            torch.save({"a": torch.arange(64)}, place)
     return folder / name
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def turn(path: Path, value: int) -> None:
+    """Another value where 37 is among those saved."""
+    data = path.read_bytes()
+    saved = (37).to_bytes(8, "little")
+    assert data.count(saved) == 1
+    path.write_bytes(data.replace(saved, value.to_bytes(8, "little")))
+
+
+@pytest.mark.parametrize(
+    ("file", "harm", "told"),
+    [
+        ("optimizer.pt", cut, "optimizer.pt cannot be read: BadZipFile"),
+        ("optimizer.pt", lambda path: path.write_bytes(b""), "optimizer.pt cannot be read: BadZipFile"),
+        ("scheduler.pt", lambda path: path.write_bytes(bytes(999)), "scheduler.pt cannot be read: BadZipFile"),
+        ("rng_state.pth", lambda path: turn(path, 38), "rng_state.pth holds other bytes than were saved"),
+        ("trainer_state.json", cut, "trainer_state.json cannot be read: JSONDecodeError"),
+        ("trainer_state.json", lambda path: path.write_bytes(b"\xff"), "trainer_state.json cannot be read: UnicodeDe"),
+        ("trainer_state.json", lambda path: path.write_text("{}"), "trainer_state.json holds no global_step"),
+        ("trainer_state.json", lambda path: path.write_text("[]"), "trainer_state.json holds no global_step"),
+        (WEIGHTS[0], cut, f"{WEIGHTS[0]} cannot be read: SafetensorError"),
+        (WEIGHTS[0], lambda path: path.write_text(""), f"{WEIGHTS[0]} cannot be read: SafetensorError"),
+        ("rng_state_1.pth", cut, "rng_state_1.pth cannot be read: BadZipFile"),
+        (WEIGHTS[2], lambda path: path.write_text('{"weight_map": {"a": "no.safetensors"}}'), "no.safetensors is miss"),
+    ],
+)  # fmt: skip
+def test_damage_without_a_list_of_files_is_named_too(
+    tmp_path: Path, file: str, harm: Callable[[Path], object], told: str
+) -> None:
+    names = tuple(dict.fromkeys((*WHOLE, file)))
+    whole, harmed = save(tmp_path, "checkpoint-6", names), save(tmp_path, "checkpoint-9", names)
+    assert is_whole(harmed)
+    harm(harmed / file)
+    sentences: list[str] = []
+    assert last_checkpoint(tmp_path, sentences.append) == whole
+    assert len(sentences) == 1
+    assert sentences[0].startswith(f"checkpoint-9 is damaged ({told}")
 
 
 def test_the_newest_by_number(tmp_path: Path) -> None:
@@ -118,7 +168,7 @@ def test_a_manifest_lists_every_file(tmp_path: Path) -> None:
         (lambda folder: flip(folder / "optimizer.pt"), "optimizer.pt holds other bytes than were saved"),
         (lambda folder: flip(folder / "inner/shard.bin"), "shard.bin holds other bytes than were saved"),
         (lambda folder: (folder / "optimizer.pt").write_text("." * 1200), "optimizer.pt has 1,200 bytes and should"),
-        (lambda folder: (folder / "rng_state.pth").write_text(""), "rng_state.pth has 0 bytes and should have 2"),
+        (lambda folder: (folder / "rng_state.pth").write_text(""), "rng_state.pth has 0 bytes and should have"),
         (lambda folder: (folder / "scheduler.pt").unlink(), "scheduler.pt is missing"),
         (lambda folder: (folder / MANIFEST).write_text('{"format": 1, '), "slipstream.json cannot be read: JSONDec"),
         (lambda folder: (folder / MANIFEST).write_text("[]"), "slipstream.json cannot be read: TypeError"),

@@ -38,7 +38,7 @@ class Job:
     """Inputs and outputs of each dense linear layer with an adapter."""
     adapted_experts: bool = False
     saved: int = 0
-    """Parameters of modules that are trained whole beside the adapters."""
+    """Parameters of modules that are trained whole beside the adapters, and of new tokens' rows."""
     weights: str = "bfloat16"
     """Dtype of the base weights."""
     nf4: bool = False

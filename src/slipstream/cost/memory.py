@@ -78,10 +78,7 @@ def _parts(job: Job, moment: str) -> list[Part]:
     """
     end = moment == "end"
     return [
-        Part("weights", weight_bytes(job), _weights_words(job)),
-        Part("adapters", 0 if job.full else 4.0 * job.trained, f"{job.trained:,} float32 masters"),
-        Part("gradients", _gradients(job, end=end), _gradients_words(job, end=end)),
-        Part("optimizer", state_bytes(job), job.optimizer + (", float32 masters" if _has_masters(job) else "")),
+        *held_parts(job, end=end),
         Part("casts", cast_bytes(job, ended=end), f"trained weights in {job.compute}"),
         Part("activations", kept_bytes(job, moment), _kept_words(job)),
         Part("reload buffers", reload_bytes(job, moment), f"{job.buffers}, each for a layer's input"),
@@ -89,6 +86,16 @@ def _parts(job: Job, moment: str) -> list[Part]:
         Part("loss" if moment == "loss" else "backward", _working(job, moment), _working_words(job, moment)),
         Part("batch", job.tokens * 36.0, "token ids, labels, positions, segments"),
         Part("libraries", LIBRARIES, "matrix product workspaces"),
+    ]
+
+
+def held_parts(job: Job, *, end: bool = True) -> list[Part]:
+    """What a step holds whatever its layers compute: weights, gradients (all of them at its ``end``), optimizer."""
+    return [
+        Part("weights", weight_bytes(job), _weights_words(job)),
+        Part("adapters", 0 if job.full else 4.0 * job.trained, f"{job.trained:,} float32 masters"),
+        Part("gradients", _gradients(job, end=end), _gradients_words(job, end=end)),
+        Part("optimizer", state_bytes(job), job.optimizer + (", float32 masters" if _has_masters(job) else "")),
     ]
 
 

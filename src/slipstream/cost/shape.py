@@ -131,6 +131,8 @@ class ModelShape:
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
         """The shape that a configuration describes. Raises ``InputError`` naming what it lacks."""
+        if (reason := unmodelled(config)) is not None:
+            raise InputError(f"model: {reason}")
         read = _Reader.of(config)
         attention, widths = _attention(read)
         layers = tuple(_layer(read, index, attention) for index in range(read.size("layers")))
@@ -192,6 +194,17 @@ class ModelShape:
     def adapted(self) -> tuple[tuple[int, int], ...]:
         """Inputs and outputs of every dense linear layer but routers: where ``all-linear`` puts an adapter."""
         return tuple((m.inputs, m.outputs) for layer in self.layers for m in layer.matrices if m.name != "router")
+
+
+def unmodelled(config: Any) -> str | None:
+    """Why a model's layers are none that the cost model knows (recurrent ones: Mamba, RWKV), or None."""
+    read = _Reader.of(config)
+    if read.get("heads") is not None:
+        return None
+    return (
+        f"its configuration (type {read.kind!r}) names no attention heads, and of other layers activations and time "
+        "aren't predicted"
+    )
 
 
 @dataclass(frozen=True)

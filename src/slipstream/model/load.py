@@ -22,6 +22,7 @@ from slipstream.cost.hardware import compute_dtype, describe
 from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.model import gguf
+from slipstream.model.loaded import check_whole
 from slipstream.model.new_tokens import check_named
 from slipstream.model.quantize import Quantize, keep_trainable, nf4_config
 
@@ -41,7 +42,7 @@ class LoadOptions:
     """How the base model is loaded (the recipe's ``load`` section)."""
 
     revision: str | None = None
-    """The hub revision: a branch, tag or commit."""
+    """The hub revision: a branch, tag or commit; not for a local model, which has none."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The weights' dtype; ``auto``: bf16 where the device computes in it, else float32."""
     quantize: Quantize = "none"
@@ -73,6 +74,7 @@ def load(
     model: str, options: LoadOptions, *, trainable: bool = False, device: "torch.device | str" = "cpu"
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Model and tokenizer; see ``load_model`` and ``load_tokenizer``."""
+    check_revision(model, options)
     source = _checked(_locate(model))
     tokenizer = _tokenizer(source, options)  # first: it is cheap, and what is wrong with it is then known early
     return _model(source, options, trainable, device), tokenizer
@@ -87,6 +89,7 @@ def load_model(
     them in float32, since bf16 has too few digits for small updates, and the trainer computes in the device's dtype by
     autocast. Raises ``InputError``.
     """
+    check_revision(model, options)
     return _model(_checked(_locate(model)), options, trainable, device)
 
 
@@ -117,12 +120,23 @@ def load_config(model: str, options: LoadOptions) -> "PreTrainedConfig":
 
     Of a GGUF file only the header is parsed, and kept beside the file's conversions.
     """
+    check_revision(model, options)
     source = _locate(model)
     if source.local and source.file is None and not (Path(source.name) / CONFIG_FILE).is_file():
         raise InputError(f"model: {source.name} has no config.json; {_meant_instead(Path(source.name))}")
     with _quiet(source), _explained(source.name):
         name = source.name if source.file is None else str(gguf.config_folder(source.file))
         return _causal_config(name, source, options)
+
+
+def check_revision(model: str, options: LoadOptions) -> None:
+    """Raises ``InputError`` for a revision of a model that lies here, where transformers would ignore it."""
+    if options.revision is not None and (source := _locate(model)).local:
+        raise InputError(
+            f"load.revision: {options.revision} can't be had of {source.name}, which is a "
+            f"{'folder' if source.file is None else 'file'} here and has no revisions; leave load.revision out, or "
+            "give the model's hub id (owner/name)"
+        )
 
 
 def context_length(model_config: "PreTrainedConfig") -> int | None:
@@ -166,10 +180,11 @@ def _model(source: _Source, options: LoadOptions, trainable: bool, device: "torc
             config=config,
             dtype=getattr(torch, dtype),
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to be told which: otherwise transformers raises without a number
             **_quantised(options, dtype, device),
             **_arguments(options),
         )
-    _refuse_missing(source.name, sorted(info["missing_keys"]))
+    check_whole(source.name, sorted(info["missing_keys"]), sorted(info["mismatched_keys"]))
     if source.file is not None:  # an adapter's config names its base by this: the user's file, not the cache's folder
         model.name_or_path = model.config.name_or_path = source.name
     keep_trainable(model)
@@ -351,14 +366,6 @@ def _is_causal(config: "PreTrainedConfig") -> bool:
 
 
 # 3. weights
-
-
-def _refuse_missing(name: str, missing: list[str]) -> None:
-    if missing:
-        raise InputError(
-            f"model: the checkpoint {name} lacks {len(missing)} of the model's weights, e.g. {missing[0]}; "
-            "use a checkpoint of the whole causal language model"
-        )
 
 
 @contextmanager

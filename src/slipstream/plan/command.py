@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
+from slipstream.cost.shape import unmodelled
 from slipstream.data.learn import use_template
 from slipstream.decision import Decision
 from slipstream.model.attention import Needs
@@ -12,7 +13,8 @@ from slipstream.model.lora import check_adapter, left_out
 from slipstream.model.new_tokens import new_token_ids
 from slipstream.model.quantize import check_card
 from slipstream.model.tiled_mlp import check_tiles
-from slipstream.plan.facts import Facts, Target, facts, skeleton, target, untiled
+from slipstream.plan.facts import Facts, Target, facts, skeleton, target, untiled, with_new_tokens
+from slipstream.plan.partial import partial_plan
 from slipstream.plan.prediction import Gain, Prediction, choices, gains, predict
 from slipstream.plan.search import Remedy, remedies
 from slipstream.plan.table import show
@@ -30,7 +32,7 @@ from slipstream.transform import packed_needs
 
 
 def plan(recipe: Recipe, *, device: str | None, console: Console) -> tuple[dict[str, Any], bool]:
-    """The plan of a recipe as plain values, printed too, and whether it fits.
+    """The plan of a recipe as plain values, printed too, and whether it fits (as far as it is known).
 
     ``device``: a known device's name or a file that ``doctor --json`` wrote; None for this machine's. Nothing of the
     model but its configuration is read. Raises ``InputError``.
@@ -41,12 +43,19 @@ def plan(recipe: Recipe, *, device: str | None, console: Console) -> tuple[dict[
     model = skeleton(recipe)
     tokenizer = checked_tokenizer(recipe)
     packed = check_model(recipe, model, tokenizer)
+    tokens = with_new_tokens(recipe, model, tokenizer)
     train = tokenised_set(recipe, recipe.data.train, tokenizer, console)
     held_out = tokenised_set(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
     use_template(tokenizer, recipe.data.chat_template)
-    found = facts(recipe, model, train, held_out, packed)
-    told = (new_tokens_decision(recipe), left_out(model, recipe.adapter))
-    prediction = _with(predict(recipe, found, aim), tuple(filter(None, told)))
+    told = [one for one in (new_tokens_decision(recipe), left_out(model, recipe.adapter)) if one is not None]
+    reason = None if recipe.packing.enabled else unmodelled(model.config)
+    if reason is not None:
+        document, lines = partial_plan(recipe, model, reason, aim, train, tokens, told)
+        for line in lines:
+            console.print(line)
+        return document, document["fits"] is not False
+    found = facts(recipe, model, train, held_out, packed, tokens=tokens)
+    prediction = _with(predict(recipe, found, aim), tuple(told))
     check_schedule(recipe.train, prediction.steps)
     saved = gains(recipe, prediction, aim)
     ways = [] if prediction.fits else remedies(recipe, found, aim)

@@ -7,6 +7,7 @@ tokenised as for training, from the cache where it has them, and only their leng
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +31,7 @@ from slipstream.memory.checkpointing import checkpoint_layers
 from slipstream.model.attention import Needs
 from slipstream.model.load import load_config
 from slipstream.model.lora import AdapterOptions, resolve_targets
+from slipstream.model.new_tokens import fit_vocabulary, new_token_ids, trainable_rows
 from slipstream.model.tiled_mlp import tile_obstacle
 from slipstream.recipe import Recipe
 from slipstream.transform import packed_needs
@@ -72,6 +74,8 @@ class Facts:
     """Why MLPs can't run in tiles, or None."""
     asked: tuple[Decision, Needs | None] | None = None
     """What ``packed`` gives, where the model was asked before."""
+    rows: int = 0
+    """Parameters of new tokens' rows, which are trained beside their matrices."""
 
     @cached_property
     def packed(self) -> tuple[Decision, Needs | None]:
@@ -125,6 +129,13 @@ def skeleton(recipe: Recipe) -> Any:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=recipe.load.trust_remote_code)
 
 
+def with_new_tokens(recipe: Recipe, model: Any, tokenizer: Any) -> list[int]:
+    """Give a model without storage room for every token, as training does; the tokens whose rows are learned."""
+    tokens = new_token_ids(model, tokenizer, recipe.load.new_tokens)
+    fit_vocabulary(model, tokenizer)
+    return tokens
+
+
 def shape_of(model: Any) -> ModelShape:
     """The shape of a model's configuration, with its weights counted on the model itself."""
     counted = sum(parameter.numel() for parameter in model.parameters())
@@ -137,18 +148,21 @@ def facts(
     train: TokenisedSet,
     held_out: TokenisedSet | None,
     asked: tuple[Decision, Needs | None] | None = None,
+    *,
+    tokens: Sequence[int] = (),
 ) -> Facts:
-    """The facts about a recipe's model and its tokenised data sets."""
+    """The facts about a recipe's model and its tokenised data sets; ``tokens``: those whose rows are learned."""
     return Facts(
         model=model,
         shape=shape_of(model),
         adapted=adapted_sizes(recipe.adapter, model),
-        saved=_saved(recipe.adapter, model),
+        saved=saved_whole(recipe.adapter, model),
         lengths=train.lengths,
         eval_lengths=None if held_out is None else held_out.lengths,
         account=train.account.as_json(),
         untiled=untiled(recipe.adapter, model),
         asked=asked,
+        rows=learned_rows(recipe.adapter, model, tokens),
     )
 
 
@@ -168,10 +182,17 @@ def adapted_sizes(options: AdapterOptions, model: Any) -> tuple[tuple[int, int],
     return tuple(_sizes(modules[name]) for name in targets)
 
 
-def _saved(options: AdapterOptions, model: nn.Module) -> int:
+def saved_whole(options: AdapterOptions, model: nn.Module) -> int:
+    """Parameters of the modules that ``modules_to_save`` names."""
     patterns = [re.compile(rf"(^|\.){re.escape(wanted)}$") for wanted in options.modules_to_save]
     saved = (m for name, m in model.named_modules() if any(pattern.search(name) for pattern in patterns))
     return sum(parameter.numel() for module in saved for parameter in module.parameters())
+
+
+def learned_rows(options: AdapterOptions, model: Any, tokens: Sequence[int]) -> int:
+    """Parameters of the rows of ``tokens``, in each matrix of which they are trained."""
+    rows = trainable_rows(model, tokens, options.modules_to_save) or {}
+    return sum(len(ids) * _sizes(model.get_submodule(name))[0] for name, ids in rows.items())
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:

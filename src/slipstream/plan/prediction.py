@@ -186,8 +186,9 @@ def job_of(
         rank=0 if full else recipe.adapter.rank,
         adapted=() if full else found.adapted,
         adapted_experts=bool(recipe.adapter.experts),
-        saved=0 if full else found.saved,
-        weights=_weights(recipe, target.device),
+        saved=0 if full else found.saved + found.rows,
+        early_gradient=not found.rows,  # a head with rows of its own is no plain product
+        weights=weights_dtype(recipe, target.device),
         nf4=str(recipe.load.quantize) == "nf4",
         compute=compute_dtype(target.device),
         attention=attention or "varlen",
@@ -230,7 +231,8 @@ def _average(recipe: Recipe, job: Job, report: PackingReport) -> Job:
     return replace(job, tokens=max(1, round(report.padded_tokens / job.batches)))
 
 
-def _weights(recipe: Recipe, device: Device) -> str:
+def weights_dtype(recipe: Recipe, device: Device) -> str:
+    """The dtype that training loads weights in."""
     if recipe.load.dtype != "auto":
         return recipe.load.dtype
     return "float32" if trained_in_place(recipe) else compute_dtype(device)

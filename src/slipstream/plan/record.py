@@ -3,6 +3,7 @@
 Training decides for itself; the prediction is of what it decided, not of what a plan would have.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from slipstream.data.tokens import TokenisedSet
@@ -20,13 +21,16 @@ def run_plan(
     target: Target,
     sets: tuple[TokenisedSet, TokenisedSet | None],
     taken: Taken,
+    *,
+    tokens: Sequence[int] = (),
 ) -> dict[str, Any]:
     """The prediction for a run of ``model`` (without storage) on ``sets`` (training and held-out) that has decided so.
+    ``tokens``: those whose rows are learned.
 
     A model whose sizes can't be read is no reason not to train it: the record then says what is ``missing``.
     """
     try:
-        found = facts(recipe, model, *sets)
+        found = facts(recipe, model, *sets, tokens=tokens)
         prediction = predict(recipe, found, target, taken)
     except InputError as error:
         return {"missing": str(error)}

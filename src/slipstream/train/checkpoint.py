@@ -9,17 +9,22 @@
 Why: a process may be killed between any two writes, and a disk may give back other bytes than it got; going on from
 half an optimizer trains something else and says nothing. Trade-off: a checkpoint is read once more for its digests when
 it is saved (about a second a gigabyte on one core, several files at once) and when it is resumed. Alternative: trusting
-names and sizes, which a power cut leaves in order around blocks of zeros.
+names and sizes, which a power cut leaves in order around blocks of zeros. Where the list itself is gone, what the
+files' own forms tell has to do: JSON that parses, archives whose checksums hold, weights that end where their header
+says.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from slipstream.errors import InputError
@@ -82,7 +87,9 @@ def damage(folder: Path) -> str | None:
     missing = [name for name in NEEDED if not (folder / name).is_file()]
     if not any((folder / name).is_file() for name in WEIGHTS):
         missing.append(WEIGHTS[0])
-    return f"{missing[0]} is missing" if missing else None
+    if missing:
+        return f"{missing[0]} is missing"
+    return next(filter(None, map(_damaged_form, _loaded(folder))), None)
 
 
 def write_manifest(folder: Path) -> None:
@@ -112,6 +119,35 @@ def rotate(saved: Path, *, keep: int | None, best: Path | None) -> None:
     removable = sorted(set(others) - {best}, key=lambda entry: (entry not in later, checkpoint_step(entry)))
     for entry in removable[: max(len(others) + 1 - keep, 0)]:
         discard(entry)
+
+
+def _loaded(folder: Path) -> Iterator[Path]:
+    """The files that training would load, those of all ranks and all shards."""
+    yield from (folder / name for name in (*NEEDED, WEIGHTS[-1]) if (folder / name).is_file())
+    yield from (path for pattern in ("rng_state_*.pth", "*.safetensors") for path in sorted(folder.glob(pattern)))
+
+
+def _damaged_form(path: Path) -> str | None:
+    """What is wrong with a file by its form alone; other weights in the same form can't be told from those saved."""
+    try:
+        if path.suffix == ".json":
+            return _damaged_json(path)
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt"):
+                return None
+        with zipfile.ZipFile(path) as archive:
+            return f"{path.name} holds other bytes than were saved" if archive.testzip() else None
+    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, SafetensorError) as error:
+        return f"{path.name} cannot be read: {type(error).__name__}: {error}"
+
+
+def _damaged_json(path: Path) -> str | None:
+    tree = json.loads(path.read_text(encoding="utf-8"))
+    needed = "global_step" if path.name == NEEDED[0] else "weight_map"
+    if not isinstance(tree, dict) or needed not in tree:
+        return f"{path.name} holds no {needed}"
+    shards = sorted(set(tree["weight_map"].values())) if needed == "weight_map" else []
+    return next((f"{name} is missing" for name in shards if not (path.parent / name).is_file()), None)
 
 
 def _damage_by_manifest(folder: Path) -> str | None:
