@@ -422,6 +422,7 @@ def test_a_model_split_over_devices() -> None:
         rest = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
         return dispatch_model(model, {**half, **rest})
 
+    segments_of.cache_clear()  # counts begin here
     expected = step(apply(split(model_of(torch.bfloat16)), Options(attention="sdpa", activations="recompute")))
     model = apply(split(model_of(torch.bfloat16)), options(2))
     for _ in range(3):
@@ -429,6 +430,10 @@ def test_a_model_split_over_devices() -> None:
     lanes = offload_of(model).lanes
     assert len(lanes) == 2
     assert sum(lane.reloads for lane in lanes.values()) == 3 * (LAYERS - 1)
+    segments = segments_of(TOKENS)
+    assert segments.copies == {"cuda:0": 1, "cuda:1": 1}
+    assert {key[1].index for key in segments.builds if key[0] == "mask"} == {0, 1}
+    assert set(segments.builds.values()) == {1}
 
 
 def test_the_card_is_described_and_host_memory_counted() -> None:
