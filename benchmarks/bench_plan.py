@@ -4,12 +4,14 @@
     python benchmarks/bench_plan.py --shape qwen3-8b --tokens 8192 --activations recompute
     python benchmarks/bench_plan.py --shape qwen3-14b --layers 20 --nf4 --activations recompute
     python benchmarks/bench_plan.py --shape gpt-oss-20b --layers 12 --activations recompute
+    python benchmarks/bench_plan.py --run runs/demo --out benchmarks/results/plan_cpu.json
 
 Random weights of a real shape, documents of lognormal lengths that fill every row, rank-16 adapters, Slipstream's own
 trainer, timed by marks at the end of each step that nobody waits for; steps that recorded a graph are left out. The
 prediction is made as ``slipstream plan`` makes it, from the configuration and lengths alone, for the mode and the split
 of layers that training took. ``--out`` adds a row to a file that is there already, so that several calls make one
-table. Without a card only ``--shape tiny`` is worth its time.
+table. Without a card only ``--shape tiny`` is worth its time; ``--run`` takes prediction and measurement from the
+records of a training that was made, on any device: the plan that it recorded before its first step, its median step.
 """
 
 import argparse
@@ -33,11 +35,11 @@ def main() -> None:
     from slipstream.bench.document import document
     from slipstream.plan.facts import this_machine
 
-    if not torch.cuda.is_available() and options.shape != "tiny":
+    if not torch.cuda.is_available() and options.shape != "tiny" and not options.run:
         print("no CUDA device: this benchmark compares a plan with a run on a card, and is left out here")
         return
     target = this_machine()
-    row = compared(options, target)
+    row = recorded(Path(options.run)) if options.run else compared(options, target)
     print(json.dumps(row, indent=2))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made = document("plan", device, [row], ceilings={**vars(target.rates)})
@@ -60,6 +62,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mode", default="auto", help="auto, eager, compiled or captured")
     parser.add_argument("--nf4", action="store_true", help="the decoder's linear layers in NF4 (bitsandbytes)")
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--run", help="a run folder: no training, what its records hold")
     parser.add_argument("--out")
     options = parser.parse_args()
     options.tokens = options.tokens or DEFAULTS.get(options.shape, 4096)
@@ -95,6 +98,33 @@ def compared(options: argparse.Namespace, target: Any) -> dict[str, Any]:
         "times": {**vars(times)},
         "decisions": measured["decisions"],
         "steps": measured["all_seconds"],
+    }
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """What a run's own plan said, beside its median step and its peak."""
+    from slipstream.report.against_plan import median_step
+    from slipstream.train.records import read_records
+
+    records = read_records(folder)
+    plan, recipe = records.run["plan"], records.run["recipe"]
+    if "missing" in plan:
+        sys.exit(f"{folder} has no prediction: {plan['missing']}")
+    steps = [step.seconds for step in records.steps]
+    peaks = [step.memory_bytes for step in records.steps if step.memory_bytes]
+    chosen = {decision["name"]: decision["reason"] for decision in records.run["decisions"]}
+    return {
+        "shape": f"{Path(recipe['model']).stem}, {Path(recipe['output']).name}",
+        "layers": "all",
+        "tokens": recipe["packing"]["tokens"],
+        "choices": "; ".join(chosen[name].partition(":")[0] for name in ("step", "attention") if name in chosen),
+        "predicted_bytes": plan["device_bytes"],
+        "measured_bytes": max(peaks, default=None),
+        "predicted_seconds": plan["step_seconds"],
+        "measured_seconds": median_step(records),
+        "steps_timed": len(steps) - 1,
+        "floor_seconds": plan["floor_seconds"],
+        "steps": [round(second, 5) for second in steps],
     }
 
 

@@ -46,3 +46,20 @@ def test_a_row(recorded: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["measured_seconds"] == pytest.approx(sum(kept) / len(kept), abs=1e-4)
     assert row["predicted_seconds"] > 0
     assert row["choices"] == "2 kept; eager; sdpa"
+
+
+def test_a_row_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = {"device_bytes": 2_000, "step_seconds": 6.5, "floor_seconds": 2.9}
+    decisions = [{"name": "step", "reason": "eager: CUDA graphs need a card"}, {"name": "attention", "reason": "sdpa"}]
+    recipe = {"model": "models/small.gguf", "packing": {"tokens": 768}, "output": "runs/demo"}
+    steps = [Namespace(seconds=seconds, memory_bytes=None) for seconds in (20.0, 7.0, 8.0, 30.0)]
+    records = Namespace(run={"plan": plan, "recipe": recipe, "decisions": decisions}, steps=steps)
+    monkeypatch.setattr("slipstream.train.records.read_records", lambda _: records)
+    row = script().recorded(Path("runs/demo"))
+    assert row["shape"] == "small, demo"
+    assert row["choices"] == "eager; sdpa"
+    assert (row["predicted_seconds"], row["measured_seconds"], row["steps_timed"]) == (6.5, 8.0, 3)
+    assert row["measured_bytes"] is None
+    records.run["plan"] = {"missing": "its sizes"}
+    with pytest.raises(SystemExit, match="its sizes"):
+        script().recorded(Path("runs/demo"))
