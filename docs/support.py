@@ -28,7 +28,8 @@ from slipstream.cost.shape import ModelShape
 from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.generated_page import markdown_table, page_command
-from slipstream.memory.policy import GIB, Situation, choose_activations
+from slipstream.memory.host_budget import GIB, HostBudget
+from slipstream.memory.policy import Situation, choose_activations
 from slipstream.model.attention import Needs, choose_attention
 from slipstream.model.experts_choice import choose_experts
 from slipstream.model.quantize import check_card
@@ -199,7 +200,7 @@ def _four_bits(device: Device) -> str:
 
 
 def _activations_named(name: str, device: Device) -> str:
-    now = Situation(device=device, layers=16, job=None, host_bytes=HOST)
+    now = Situation(device=device, layers=16, job=None, host=HostBudget(HOST))
     recompute, offload = choose_activations(name, now).decisions
     return "offload" if offload.on else "recompute" if recompute.on else "keep"
 
@@ -298,7 +299,7 @@ def activations(device: Device, dtype: torch.dtype, attention: str) -> tuple[str
         device=device,
         layers=shape.depth,
         job=job,
-        host_bytes=HOST,
+        host=HostBudget(HOST),
         free_bytes=max(0, device.memory_bytes - WEIGHTS * dtype.itemsize),
     )
     chosen = choose_activations("auto", now)

@@ -11,6 +11,7 @@ from packed import gradients, model_of
 from slipstream.cost.offload import Split
 from slipstream.decision import Decision
 from slipstream.memory.checkpointing import restore_checkpointing, set_checkpointing
+from slipstream.memory.host_budget import HostBudget
 from slipstream.memory.offload import Offload
 
 LAYERS = 5
@@ -31,7 +32,7 @@ class Offloaded:
         self.offload = Offload(
             layers=split.offloaded,
             buffers=buffers,
-            pool_bytes=pool_bytes,
+            host=HostBudget(pool_bytes),
             strict=strict,
             decide=self.notes.append,
             transfers=lambda device: transfers,

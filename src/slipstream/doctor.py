@@ -20,7 +20,7 @@ from slipstream.cost.hardware import (
     compute_dtype,
     cpu_has_bf16,
     describe,
-    host_memory_limit,
+    free_host_memory,
     machine_memory,
 )
 from slipstream.cost.tiles import LONG_ROW, TILE
@@ -93,7 +93,7 @@ def report(*, fresh: bool = False) -> dict[str, Any]:
             "machine_bytes": machine_memory(),
             "available_bytes": available_memory(),
             "cgroup_limit_bytes": cgroup_limit(),
-            "usable_bytes": host_memory_limit(),
+            "usable_bytes": free_host_memory(),
         },
         "capabilities": [
             asdict(found) for found in capabilities(cards, host, no_cuda_reason(torch.version.cuda, driver))

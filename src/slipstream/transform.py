@@ -29,6 +29,7 @@ from slipstream.memory.checkpointing import (
     restore_checkpointing,
     set_checkpointing,
 )
+from slipstream.memory.host_budget import HostBudget, host_budget
 from slipstream.memory.offload import ContextFn, Offload
 from slipstream.memory.policy import (
     ActivationsChoice,
@@ -36,7 +37,6 @@ from slipstream.memory.policy import (
     Chosen,
     Situation,
     choose_activations,
-    host_budget,
 )
 from slipstream.model.attention import AttentionChoice, Needs, attention_key, choose_attention, register_attention
 from slipstream.model.carrier import Carrier, find_carrier
@@ -65,7 +65,8 @@ class Options:
     buffers: BuffersChoice = "auto"
     """Device buffers for reloading offloaded activations; one reloads a layer's input only when it is needed."""
     host_limit: float | None = None
-    """GiB of host memory that offloaded activations may take; without it, 80% of what is free."""
+    """GiB of a machine's host memory that offloaded activations may take, in equal parts for its processes, and never
+    more than is free; without it, 80% of what is free."""
     tiles: TilesChoice = "auto"
     """``auto``, ``none``, or tokens: how much of a row an MLP computes at a time."""
     experts: ExpertsChoice = "auto"
@@ -124,13 +125,14 @@ def apply(model: Model, options: Options | None = None) -> Model:
     packing, carrier = _packing(base)
     choice, key, attention = _attention(options, base, device, packing, carrier)
     experts_choice, experts = choose_experts(options.experts, base, device, options.compute_dtype or base.dtype)
-    memory = _activations(options, base, device, choice)
+    host = host_budget(options.host_limit)
+    memory = _activations(options, base, device, choice, host)
     forward = PackedForward(packing, key, carrier)
     previous = base.config._attn_implementation
     mixture = AppliedExperts.to(base, experts_choice) if experts_choice else None
     kept = mixture.kept.contexts if mixture else None  # the forward's routing, for the recompute
     later = Later()
-    checkpointing = _set_checkpointing(options, base, memory, later, kept)
+    checkpointing = _set_checkpointing(options, base, memory, host, later, kept)
     try:
         tiles, tiled = _tiles(options, base)
     except InputError:
@@ -280,7 +282,7 @@ def _attention(
     return None, None, Decision("attention", False, "left as it was, because this model can't be trained packed")
 
 
-def _activations(options: Options, base: Any, device: Device, attention: str | None) -> Chosen:
+def _activations(options: Options, base: Any, device: Device, attention: str | None, host: HostBudget) -> Chosen:
     """What becomes of each layer's activations."""
     if options.activations == "auto" and checkpoints(base):
         given = "the model was given with checkpointing switched on"
@@ -293,7 +295,7 @@ def _activations(options: Options, base: Any, device: Device, attention: str | N
         unknown=unknown,
         pending_bytes=_pending_bytes(base),
         buffers=options.buffers,
-        host_bytes=host_budget(options.host_limit),
+        host=host,
     )
     return choose_activations(options.activations, now)
 
@@ -339,6 +341,7 @@ def _set_checkpointing(
     options: Options,
     base: Any,
     chosen: Chosen,
+    host: HostBudget,
     decide: Callable[[Decision], None],
     kept: ContextFn | None,
 ) -> Checkpointing:
@@ -347,7 +350,7 @@ def _set_checkpointing(
         offload = Offload(
             layers=chosen.split.offloaded,
             buffers=options.buffers,
-            pool_bytes=host_budget(options.host_limit),
+            host=host,
             strict=options.activations == "offload",
             decide=decide,
         )

@@ -143,7 +143,7 @@ def test_cases_by_device_and_words() -> None:
 def test_a_case_that_does_not_fit_is_a_row_with_the_reason() -> None:
     asked = OffloadBench(shapes=("tiny",), tokens=(64,), rounds=2, layers=2, host_limit=1e-6)
     (row,) = offload.run(asked, lambda _: None)["rows"]
-    assert "1 layer inputs" in row["refused"]
+    assert "1 layer input of" in row["refused"]
     assert "memory.host_limit" in row["refused"]
 
 

@@ -1,13 +1,16 @@
 """The host pool: exact sizes, reuse by kind, a budget, pinning that may fail, and buffers that a graph names."""
 
+import errno
 import gc
 import mmap
+from typing import Any
 
 import pytest
 import torch
 
 from late import LateMark, LateTransfers
 from slipstream.decision import Decision
+from slipstream.memory import host_buffers
 from slipstream.memory.host_buffers import BufferKey, HostBuffer, HostPool, page_aligned
 
 DEVICE = torch.device("cuda", 0)
@@ -81,6 +84,28 @@ def test_pinning_that_fails_is_told_once_and_pageable_memory_taken() -> None:
     pool.close()
     assert pool.held == 0
     assert not transfers.pinned
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("out of memory")])
+def test_memory_that_the_system_refuses_ends_the_budget(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise error
+
+    pool, transfers, notes = pool_of(10_000)
+    first = taken(pool, transfers)
+    with monkeypatch.context() as patched:
+        if isinstance(error, OSError):
+            patched.setattr(host_buffers, "page_aligned", refuse)
+        else:
+            patched.setattr(transfers, "pin", refuse)
+        assert pool.take(key(1000), transfers) is None
+    assert str(error) in pool.refused
+    assert (pool.held, pool.budget, notes) == (1000, 1000, [])
+    pool.give(first)
+    assert pool.take(key(1000), transfers) is first  # what was given before is as good as ever
+    pool.give(first)
+    pool.close()
+    assert pool.held == 0
 
 
 def test_close_gives_back_what_is_idle_and_later_what_was_in_use() -> None:

@@ -1,9 +1,11 @@
 """Offloaded gradients are bitwise those of plain recompute, whatever the order of forwards and backwards."""
 
+import errno
 import gc
 import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from offloading import IDS, LAYERS, assert_same_bits, deep, loss_of, offloaded, 
 from packed import documents, logits_of, model_of, row_of, with_adapter
 from slipstream import InputError, Options, apply
 from slipstream.cost.offload import Split
+from slipstream.memory import host_buffers
 from slipstream.memory.held import Held, Layout
 from slipstream.memory.transfers import DeviceMemory, HostTransfers
 from slipstream.train.loss import summed_cross_entropy
@@ -525,6 +528,46 @@ def test_inputs_without_room_stay_where_they_are() -> None:
             assert_same_bits(step(model), expected)
         assert made.lane.sent == 4
         assert [note.name for note in made.notes] == ["host memory"]
+        assert "stay on the device" in made.notes[0].reason
+
+
+def refused_after(monkeypatch: pytest.MonkeyPatch, buffers: int) -> None:
+    """Let the system give no more than so many buffers."""
+    given = count()
+    own = host_buffers.page_aligned
+
+    def page_aligned(nbytes: int) -> torch.Tensor:
+        if next(given) >= buffers:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return own(nbytes)
+
+    monkeypatch.setattr(host_buffers, "page_aligned", page_aligned)
+
+
+def test_host_memory_that_the_system_refuses_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused_after(monkeypatch, 1)
+    model = deep()
+    told = (
+        r"needs 12.0 KiB of host memory \(4 .*; the system gave 3.0 KiB and refused more \(OSError: .*; free host mem"
+    )
+    with offloaded(model) as made:
+        with pytest.raises(InputError, match=told):
+            loss_of(model)
+        assert made.lane.sent == 1
+        assert made.offload.pool.held == 3072
+    assert made.offload.pool.held == 0
+
+
+def test_where_auto_offloads_what_the_system_refuses_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = step(plain(deep()))
+    refused_after(monkeypatch, 1)
+    model = deep()
+    with offloaded(model, strict=False) as made:
+        for _ in range(2):
+            assert_same_bits(step(model), expected)
+        assert made.lane.sent == 2
+        assert [note.name for note in made.notes] == ["host memory"]
+        assert "refused more (OSError: " in made.notes[0].reason
         assert "stay on the device" in made.notes[0].reason
 
 

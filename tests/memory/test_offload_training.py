@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from offloading import assert_same_bits, deep, loss_of, plain, step
 from packed import documents, gradients, logits_of, model_of, row_of, with_adapter
 from slipstream import InputError, Options, TrainStep, apply, decisions, restore
-from slipstream.memory import policy
+from slipstream.memory import host_budget, policy
 from slipstream.train.loss import summed_cross_entropy
 from slipstream.transform import ATTRIBUTE, release_graphs, tell_later_decisions
 from training import Gradients, packed_rows, trainer_of, weights
@@ -165,7 +165,7 @@ def test_on_a_cpu_offload_is_recompute_and_a_decision() -> None:
 
 
 def test_buffers_and_limit_reach_the_offload(as_on_a_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "cgroup_room", lambda: None)
+    monkeypatch.setattr(host_budget, "free_host_memory", lambda: 100 * 2**30)
     offload = offload_of(apply(deep(), Options(activations="offload", buffers=3, host_limit=2.0)))
     assert (offload.buffers, offload.pool.budget, offload.layers, offload.strict) == (3, 2 * 2**30, 4, True)
     assert os.environ.get("LOCAL_WORLD_SIZE") is None

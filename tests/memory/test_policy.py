@@ -14,7 +14,8 @@ from slipstream.cost.offload import Split
 from slipstream.cost.sizes import size_text
 from slipstream.errors import InputError
 from slipstream.memory import policy
-from slipstream.memory.policy import MARGIN, Situation, choose_activations, host_budget
+from slipstream.memory.host_budget import HostBudget, budget_of
+from slipstream.memory.policy import MARGIN, Situation, choose_activations
 
 GIB = 2**30
 CONFIG = config("llama", (64, 6, 4, 2, 16, 128, 1000), True)
@@ -36,7 +37,8 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def now(device: Device, tokens: int | None = 4096, values: dict[str, Any] = CONFIG, **more: Any) -> Situation:
-    settings = {"layers": values["num_hidden_layers"], "host_bytes": 2**60, **more}
+    host = HostBudget(more.pop("host_bytes", 2**60))
+    settings = {"layers": values["num_hidden_layers"], "host": host, **more}
     return Situation(device=device, job=None if tokens is None else job(values, tokens, document=tokens), **settings)
 
 
@@ -165,10 +167,47 @@ def test_only_what_does_not_fit_is_offloaded_and_the_host_has_the_last_word(free
     assert chosen.split == Split(1, 26, 9)  # a kept layer in the room that recomputing one needs anyway
     assert names(chosen) == {"recompute": True, "offload": True}
     assert "9 of 36 layers, 3.4 GiB" in chosen.decisions[1].reason
-    assert choose_activations("auto", replace(situation, host_bytes=9 * demand.input_bytes)).split == chosen.split
-    tight = choose_activations("auto", replace(situation, host_bytes=8 * demand.input_bytes))
+    assert choose_activations("auto", replace(situation, host=HostBudget(9 * demand.input_bytes))).split == chosen.split
+    tight = choose_activations("auto", replace(situation, host=HostBudget(8 * demand.input_bytes)))
     assert tight.split == Split(0, 28, 8)
     assert "may not run" in tight.decisions[0].reason
+    told = tight.decisions[1]
+    assert told.on
+    assert "8 of 36 layers, 3.0 GiB, wait in host memory; host memory is short: the step would fit" in told.reason
+    assert "with 3.4 GiB there (9 layer inputs), and may take 3.0 GiB; free host memory or raise memory." in told.reason
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [
+        (HostBudget(0), "may take 0 B; free host memory or raise memory.host_limit"),
+        (budget_of(None, 0), "may take 0 B (80% of the 0 B that are free); free 13.1 GiB more of host memory and set"),
+        (budget_of(1.0, 100 * GIB), "may take 1.0 GiB (memory.host_limit); raise memory.host_limit to 13.2"),
+    ],
+)
+def test_no_layer_input_is_said_to_fit_that_only_the_host_lacks_room_for(free: Any, host: Any, told: str) -> None:
+    situation = now(H200, 49_152, QWEN3_8B)
+    demand = demand_of(situation)
+    room = demand.device_bytes(Split(0, 1, 35))
+    assert room < MARGIN * 0.95 * demand.device_bytes(Split(0, 36, 0))
+    free(int(room / MARGIN) + 1)
+    assert choose_activations("auto", situation).split == Split(0, 1, 35)
+    chosen = choose_activations("auto", replace(situation, host=host))
+    assert chosen.split == Split(0, 36 - host.nbytes // demand.input_bytes, host.nbytes // demand.input_bytes)
+    offload = chosen.decisions[1]
+    assert "fit the device" not in offload.reason
+    assert "with 13.1 GiB there (35 layer inputs), and " in offload.reason
+    assert told in offload.reason
+
+
+def test_where_no_host_memory_would_do_the_host_is_not_blamed(free: Any) -> None:
+    free(GIB)
+    either = "with all inputs but the last layer's in host memory the step would not fit"
+    for host, told in ((HostBudget(0), either), (HostBudget(2**60), "in host memory; even so the step would not fit")):
+        chosen = choose_activations("auto", replace(now(H200, 49_152, QWEN3_8B), host=host))
+        reason = chosen.decisions[1].reason
+        assert told in reason
+        assert "short" not in reason
 
 
 def whole_rows(situation: Situation) -> Situation:
@@ -266,17 +305,15 @@ def test_experts_that_a_token_goes_to_are_counted() -> None:
     assert everything(now(H200, 8192, GPT_OSS_20B)) > 2 * everything(now(H200, 8192, dense))
 
 
-# The host's share
-
-
-def test_the_hosts_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(policy, "free_host_memory", lambda: 100 * GIB)
-    monkeypatch.setattr(policy, "cgroup_room", lambda: None)
-    assert host_budget(None) == 80 * GIB
-    assert host_budget(120.0) == 120 * GIB  # the user's word
-    monkeypatch.setattr(policy, "cgroup_room", lambda: 50 * GIB)
-    assert host_budget(120.0) == 50 * GIB  # but for the container's limit, which kills
-    assert host_budget(20.0) == 20 * GIB
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert host_budget(None) == 20 * GIB
+def test_a_limit_beyond_what_is_free_is_said_to_be_cut(free: Any) -> None:
+    cut = "memory.host_limit is 1000.0 GiB, but only 100.0 GiB of host memory is free"
+    host = budget_of(1000.0, 100 * GIB)
+    asked = choose_activations("offload", replace(now(H200, 49_152, QWEN3_8B), host=host))
+    assert asked.decisions[1].reason.endswith(f"35 of 36 layers wait in host memory; {cut}")
+    situation = replace(now(H200, 49_152, QWEN3_8B), host=host)
+    free(int(demand_of(situation).device_bytes(Split(0, 1, 35)) / MARGIN) + 1)
+    auto = choose_activations("auto", situation)
+    assert auto.decisions[1].on
+    assert auto.decisions[1].reason.endswith(cut)
+    with pytest.raises(InputError, match=r"memory.host_limit is 1000.0 GiB, but only 10.0 GiB of host memory is free"):
+        choose_activations("offload", replace(situation, host=budget_of(1000.0, 10 * GIB)))

@@ -20,8 +20,8 @@ from slipstream.cost.tiles import TilesChoice
 from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator
 from slipstream.memory.checkpointing import Checkpointing, restore_checkpointing, set_checkpointing
+from slipstream.memory.host_budget import host_budget
 from slipstream.memory.offload import ContextFn, Offload
-from slipstream.memory.policy import host_budget
 from slipstream.model.half_adapters import HalfAdapters
 from slipstream.step.regional import CompiledLayers
 from slipstream.train.forward import BatchLoss
@@ -187,7 +187,7 @@ def steps(bench: Bench, row: Row, arms: tuple[str, ...], host_limit: float | Non
     offload = Offload(
         layers=layers - 1,
         buffers=1,
-        pool_bytes=host_budget(host_limit),
+        host=host_budget(host_limit),
         strict=True,
         decide=bench.notes.append,
     )

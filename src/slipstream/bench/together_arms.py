@@ -31,8 +31,8 @@ from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator
 from slipstream.device.segments import Segments
 from slipstream.memory.checkpointing import restore_checkpointing, set_checkpointing
+from slipstream.memory.host_budget import host_budget
 from slipstream.memory.offload import Offload
-from slipstream.memory.policy import host_budget
 from slipstream.model.attention import AttentionChoice, mask_placeholder
 from slipstream.model.experts import ExpertsForward
 from slipstream.model.experts_choice import Named, experts_key
@@ -186,7 +186,7 @@ def _offload_inputs(model: Any, notes: list[Decision]) -> Offload:
     assert found is not None
     restore_checkpointing(found.checkpointing)
     layers = int(base.config.num_hidden_layers)
-    offload = Offload(layers=layers - 1, buffers=1, pool_bytes=host_budget(None), strict=True, decide=notes.append)
+    offload = Offload(layers=layers - 1, buffers=1, host=host_budget(None), strict=True, decide=notes.append)
     contexts = None if found.experts is None else found.experts.kept.contexts
     made = set_checkpointing(base, Split(0, 1, layers - 1), decide=notes.append, offload=offload, context_fn=contexts)
     setattr(base, ATTRIBUTE, replace(found, checkpointing=made))  # so that restore undoes it

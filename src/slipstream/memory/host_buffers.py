@@ -65,6 +65,8 @@ class HostPool:
         self.budget = budget
         self.held = 0
         """Bytes taken from the system."""
+        self.refused = ""
+        """How the system refused memory within the budget; from then on nothing more is asked of it."""
         self._decide = decide
         self._idle: dict[BufferKey, list[HostBuffer]] = {}
         self._returned: deque[HostBuffer] = deque()
@@ -152,24 +154,29 @@ class HostPool:
             self._shrink(max(0, self.budget - key.nbytes))
         if self.held + key.nbytes > self.budget:
             return None
-        memory = page_aligned(key.nbytes)
+        try:
+            memory = page_aligned(key.nbytes)
+            pinned = self._pinning and transfers.pin(memory)
+        except (OSError, MemoryError, RuntimeError) as error:  # the system's, Python's and CUDA's way to say so
+            self.refused, self.budget = f"{type(error).__name__}: {error}", self.held
+            return None
         self.held += key.nbytes
-        buffer = HostBuffer(key, memory, transfers, pinned=self._pin(memory, transfers))
+        if self._pinning and not pinned:
+            self._go_on_unpinned(key.nbytes)
+        buffer = HostBuffer(key, memory, transfers, pinned=pinned)
         if buffer.pinned:
             buffer.unpin = weakref.finalize(buffer, _unpin, transfers, memory)
             buffer.unpin.atexit = False  # the driver may be gone by then, and takes the pages with it
         return buffer
 
-    def _pin(self, memory: torch.Tensor, transfers: Transfers) -> bool:
-        if self._pinning and not transfers.pin(memory):
-            self._pinning = False
-            reason = (
-                f"the system refused to pin {memory.numel():,} bytes of host memory ({size_text(self.held)} with "
-                f"those before), so copies go through pageable memory, which is slower; raise the limit on locked "
-                f"memory, or lower memory.host_limit"
-            )
-            self._decide(Decision("pinned memory", False, reason))
-        return self._pinning
+    def _go_on_unpinned(self, nbytes: int) -> None:
+        self._pinning = False
+        reason = (
+            f"the system refused to pin {nbytes:,} bytes of host memory ({size_text(self.held)} with those before), so "
+            f"copies go through pageable memory, which is slower; raise the limit on locked memory, or lower "
+            f"memory.host_limit"
+        )
+        self._decide(Decision("pinned memory", False, reason))
 
     def _shrink(self, target: int) -> None:
         """Free idle buffers, the kinds unused longest first, until no more than ``target`` bytes are held."""

@@ -24,11 +24,10 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.cost.sizes import size_text
-from slipstream.data.account import counted
 from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.memory.held import Held, Lane
+from slipstream.memory.host_budget import HostBudget
 from slipstream.memory.host_buffers import BufferKey, HostPool
 from slipstream.memory.transfers import Transfers, transfers_for
 
@@ -47,19 +46,19 @@ class Offload:
         *,
         layers: int,
         buffers: Buffers,
-        pool_bytes: int,
+        host: HostBudget,
         strict: bool,
         decide: Callable[[Decision], None],
         transfers: Callable[[torch.device], Transfers] = transfers_for,
     ) -> None:
-        """``layers``: how many inputs leave the device; ``pool_bytes``: host memory they may take together.
+        """``layers``: how many inputs leave the device; ``host``: host memory they may take together.
 
         ``strict``: too little of it is an ``InputError`` at the first input; else inputs without room stay where they
         are. ``decide`` is told what turns out otherwise than planned.
         """
         self.layers, self.strict = layers, strict
         self.buffers = buffer_count(buffers)
-        self.pool = HostPool(pool_bytes, decide)
+        self.host, self.pool = host, HostPool(host.nbytes, decide)
         self.lanes: dict[torch.device, Lane] = {}
         """By device, from its first layer on."""
         self._decide, self._transfers = decide, transfers
@@ -120,11 +119,7 @@ class Offload:
             if buffer is not None:
                 held.send(self.pool, buffer)
             else:
-                self._tell_once(
-                    "host memory",
-                    f"{host_shortage(self.layers, held.layout.nbytes, self.pool.budget)}; "
-                    "inputs that find no room stay on the device",
-                )
+                self._no_room(held.layout.nbytes)
         return held
 
     def _lane(self, device: torch.device) -> Lane:
@@ -144,7 +139,14 @@ class Offload:
             or self.layers * nbytes <= self.pool.budget
         ):
             return
-        raise InputError(host_shortage(self.layers, nbytes, self.pool.budget))
+        raise InputError(self.host.shortage(self.layers, nbytes))
+
+    def _no_room(self, nbytes: int) -> None:
+        """For one more input: within the budget the system may refuse, which ends an offload that was asked for."""
+        told = self.host.shortage(self.layers, nbytes, taken=self.pool.held, refused=self.pool.refused)
+        if self.strict and self.pool.refused:
+            raise InputError(told)
+        self._tell_once("host memory", f"{told}; inputs that find no room stay on the device")
 
     def _tell_once(self, name: str, reason: str) -> None:
         if name not in self._told:
@@ -155,12 +157,3 @@ class Offload:
 def buffer_count(buffers: Buffers) -> int:
     """Reload buffers that are asked for."""
     return AUTO_BUFFERS if buffers == "auto" else buffers
-
-
-def host_shortage(layers: int, nbytes: int, budget: int) -> str:
-    """What to say where ``layers`` inputs of ``nbytes`` each exceed the host memory they may take."""
-    return (
-        f"activations: offload needs {size_text(layers * nbytes)} of host memory ({counted(layers, 'layer input')} of "
-        f"{size_text(nbytes)}) and may take {size_text(budget)}; free host memory or raise memory.host_limit, "
-        f"lower packing.tokens or packing.rows, or set memory.activations: recompute"
-    )

@@ -10,13 +10,12 @@ may change while a run goes on, and compiled layers keep less, never more. The p
 layer that it had room to keep.
 """
 
-import os
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from slipstream.cost.hardware import Device, cgroup_room, free_bytes, free_host_memory, host_memory_limit
+from slipstream.cost.hardware import Device, free_bytes, host_memory_limit
 from slipstream.cost.job import Job
 from slipstream.cost.memory import (
     backward_bytes,
@@ -27,13 +26,14 @@ from slipstream.cost.memory import (
     mask_bytes,
     recomputed_layer_bytes,
 )
-from slipstream.cost.offload import Demand, Split, cheapest_split, rates_of
+from slipstream.cost.offload import Demand, Split, cheapest_split, rates_of, splits
 from slipstream.cost.sizes import size_text
 from slipstream.cost.tiles import TilesChoice
 from slipstream.data.account import counted
 from slipstream.decision import Decision
 from slipstream.errors import InputError
-from slipstream.memory.offload import buffer_count, host_shortage
+from slipstream.memory.host_budget import HostBudget
+from slipstream.memory.offload import buffer_count
 
 MOST_BUFFERS = 1_024
 """More than any model has layers."""
@@ -43,7 +43,6 @@ ActivationsChoice = Literal["auto", "keep", "recompute", "offload"]
 BuffersChoice = Literal["auto"] | Annotated[int, Ge(1), Le(MOST_BUFFERS)]
 MARGIN = 0.8
 """Share of the free memory that a prediction may fill: the formula is not exact and the allocator fragments."""
-GIB = 2**30
 HELD = "weights, gradients and optimizer"
 """What a step holds besides what the choice is about."""
 
@@ -57,7 +56,8 @@ class MemoryOptions:
     buffers: BuffersChoice = "auto"
     """Device buffers for reloading offloaded activations; ``auto`` takes two where there is memory for the second."""
     host_limit: Annotated[float, Gt(0), Le(MOST_GIB)] | None = None
-    """GiB of host memory that offloaded activations may take; without it, 80% of what is free."""
+    """GiB of a machine's host memory that offloaded activations may take, in equal parts for its processes, and never
+    more than is free; without it, 80% of what is free."""
     tiles: TilesChoice = "auto"
     """Tokens of a batch that an MLP computes at a time: a number in all layers (of those that are kept, MLPs are then
     computed twice), ``auto`` 8,192 in recomputed layers of batches beyond 32,768, ``none`` all."""
@@ -87,7 +87,7 @@ class Situation:
     pending_bytes: int = 0
     """Device memory that training will take besides activations: gradients and optimizer states."""
     buffers: BuffersChoice = "auto"
-    host_bytes: int = 0
+    host: HostBudget = HostBudget(0)  # noqa: RUF009 - frozen
     """Host memory that offloaded activations may take."""
     free_bytes: int | None = None
     """Device memory free for activations and what is pending; None: what the device has free now."""
@@ -121,11 +121,13 @@ def _offload_asked(now: Situation) -> Chosen:
     split = Split(0, 1, now.layers - 1)
     if now.job is not None:
         size = int(input_bytes(now.job))
-        if split.offloaded * size > now.host_bytes:
-            raise InputError(host_shortage(split.offloaded, size, now.host_bytes))
+        if split.offloaded * size > now.host.nbytes:
+            raise InputError(now.host.shortage(split.offloaded, size))
     reason = f"asked for: the inputs of {split.offloaded} of {now.layers} layers wait in host memory"
     if now.device.unified_memory:
         reason += f"; {now.device.name} shares one memory with the host, so that this frees nothing and takes time"
+    if now.host.cut is not None:
+        reason += f"; {now.host.cut}"
     recompute = Decision("recompute", True, "offloaded layers are recomputed from their inputs")
     return Chosen(split, (recompute, Decision("offload", True, reason)))
 
@@ -160,10 +162,10 @@ def _why_not_auto(now: Situation) -> str | None:
 
 def _cheapest(now: Situation, job: Job) -> Chosen:
     demand = demand_of(now, job)
-    free = max(0, (free_on(now.device) if now.free_bytes is None else now.free_bytes) - now.pending_bytes)
+    free = _free(now)
     usable = int(MARGIN * free)
     not_offload = _why_not_auto(now)
-    found = cheapest_split(demand, usable, now.host_bytes, offload=not_offload is None)
+    found = cheapest_split(demand, usable, now.host.nbytes, offload=not_offload is None)
     split = found or _least_memory(demand, now, offload=not_offload is None)
     kept = demand.device_bytes(Split(demand.layers, 0, 0))
     eager = f"an eager step of {counted(job.tokens, 'token')} that keeps all activations"
@@ -176,7 +178,13 @@ def _cheapest(now: Situation, job: Job) -> Chosen:
     treated = f"{again} of {counted(split.layers, 'layer')} {'is' if again == 1 else 'are'} recomputed"
     short = "" if found else f"; even so it takes {size_text(demand.device_bytes(split))} besides, so it may not run"
     recompute = Decision("recompute", True, f"{what}, and doesn't fit {room}: {treated}{short}")
-    return Chosen(split, (recompute, _offload_decision(split, demand, not_offload, room)))
+    moved = not_offload or _moved(split, demand, now, usable, fits=found is not None)
+    return Chosen(split, (recompute, Decision("offload", split.offloaded > 0, moved)))
+
+
+def _free(now: Situation) -> int:
+    """Bytes of the device that activations may fill."""
+    return max(0, (free_on(now.device) if now.free_bytes is None else now.free_bytes) - now.pending_bytes)
 
 
 def _room(free: int) -> str:
@@ -185,14 +193,28 @@ def _room(free: int) -> str:
     return free_part if free else f"a device that {HELD} already fill"
 
 
-def _offload_decision(split: Split, demand: Demand, not_offload: str | None, room: str) -> Decision:
-    if split.offloaded:
-        reason = (
-            f"the inputs of {split.offloaded} of {split.layers} layers, {size_text(demand.host_bytes(split))}, wait in "
-            f"host memory: with them on the device the step would not fit {room}"
-        )
-        return Decision("offload", True, reason)
-    return Decision("offload", False, not_offload or "the inputs of recomputed layers fit the device")
+def _moved(split: Split, demand: Demand, now: Situation, usable: int, *, fits: bool) -> str:
+    """How many layer inputs wait in host memory, and why; how much of it the step needs where it is short."""
+    host, count, room = now.host, split.offloaded, _room(_free(now))
+    if fits and not count:
+        return "the inputs of recomputed layers fit the device"
+    waiting = (
+        f"the inputs of {count} of {split.layers} layers, {size_text(demand.host_bytes(split))}, wait in host memory"
+    )
+    if fits:
+        cut = "" if host.cut is None else f"; {host.cut}"
+        return f"{waiting}: with them on the device the step would not fit {room}{cut}"
+    told = f"{waiting}; " if count else ""
+    enough = [each for each in splits(demand.layers, offload=True) if demand.device_bytes(each) <= usable]
+    if not enough and count == split.layers - 1:
+        return f"{told}even so the step would not fit {room}"
+    if not enough:
+        return f"{told}with all inputs but the last layer's in host memory the step would not fit {room} either"
+    needed = min(demand.host_bytes(each) for each in enough)
+    inputs = counted(needed // demand.input_bytes, "layer input")
+    why = f" ({host.why})" if host.why else ""
+    may = f"may take {size_text(host.nbytes)}{why}; {host.room_for(needed)}"
+    return f"{told}host memory is short: the step would fit {room} with {size_text(needed)} there ({inputs}), and {may}"
 
 
 def demand_of(now: Situation, job: Job) -> Demand:
@@ -219,21 +241,9 @@ def demand_of(now: Situation, job: Job) -> Demand:
 
 def _least_memory(demand: Demand, now: Situation, *, offload: bool) -> Split:
     """What asks least of the device where nothing is predicted to fit: offload what the host has room for."""
-    room = now.host_bytes // demand.input_bytes if offload else 0
+    room = now.host.nbytes // demand.input_bytes if offload else 0
     offloaded = min(demand.layers - 1, room)
     return Split(0, demand.layers - offloaded, offloaded)
-
-
-def host_budget(limit_gib: float | None) -> int:
-    """Bytes of host memory that offloaded activations may take.
-
-    A limit that the user gave holds as it is, but for the container's own; without one a share of what is free, in
-    equal parts for the processes that a launcher started on this machine.
-    """
-    if limit_gib is None:
-        return int(MARGIN * free_host_memory()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    room = cgroup_room()
-    return int(limit_gib * GIB) if room is None else min(int(limit_gib * GIB), room)
 
 
 def free_on(device: Device) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from slipstream.cost.ceilings import Ceilings, named_device
-from slipstream.cost.hardware import Device, describe, free_bytes, host_memory_limit
+from slipstream.cost.hardware import Device, describe, free_bytes, free_host_memory
 from slipstream.cost.shape import ModelShape
 from slipstream.data.packing import PackingReport
 from slipstream.data.tokens import TokenisedSet
@@ -48,7 +48,7 @@ class Target:
     free: float | None
     """Bytes free on it now; None for a device that is only described."""
     host: float | None
-    """Bytes of host memory to count on; None where not known."""
+    """Bytes of host memory free on its machine, as training will find them; None where not known."""
     here: bool
     """Whether it is this machine's."""
 
@@ -100,7 +100,7 @@ def this_machine() -> Target:
     """The first card, else the CPU, with its ceilings (measured in a few seconds where they never were)."""
     name = "cuda" if torch.cuda.is_available() else "cpu"
     rates = ceilings(name, driver_version() if name == "cuda" else None)
-    return Target(describe(name), rates, free_bytes(name), host_memory_limit(), here=True)
+    return Target(describe(name), rates, free_bytes(name), free_host_memory(), here=True)
 
 
 def _described(path: Path) -> Target:

@@ -21,6 +21,7 @@ from slipstream.cost.memory import (
     CONTEXT,
     Memory,
     gradient_bytes,
+    input_bytes,
     memory,
     room,
     state_bytes,
@@ -32,6 +33,7 @@ from slipstream.cost.tiles import TilesChoice, tile_tokens
 from slipstream.data.packing import PackingReport, pack
 from slipstream.decision import Decision
 from slipstream.memory.checkpointing import check_recomputes
+from slipstream.memory.host_budget import UNLIMITED, HostBudget, budget_of
 from slipstream.memory.offload import buffer_count
 from slipstream.memory.policy import Situation, choose_activations
 from slipstream.model.attention import choose_attention
@@ -68,6 +70,7 @@ class Prediction:
     room: float
     """Device bytes that the step may fill."""
     host_room: float | None
+    """Host bytes that offloaded activations may take; None where not known."""
     times: Times
     steps: int
     evaluations: int
@@ -81,8 +84,17 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """Whether the step's memory has room on device and host."""
-        host = self.host_room is None or self.memory.host_bytes <= self.host_room
-        return self.memory.device_bytes <= self.room and host
+        return self.fits_device and self.fits_host
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether the device has room."""
+        return self.memory.device_bytes <= self.room
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host has room for what leaves the device."""
+        return self.host_room is None or self.memory.host_bytes <= self.host_room
 
     def record(self) -> dict[str, Any]:
         """What a run's records keep, to be shown beside what was measured."""
@@ -134,7 +146,7 @@ def predict(recipe: Recipe, found: Facts, target: Target, taken: Taken | None = 
         packing=report,
         memory=used,
         room=room(target.device, target.free),
-        host_room=target.host,
+        host_room=_host_room(budget_of(recipe.memory.host_limit, target.host)),
         times=times,
         steps=steps,
         evaluations=evaluations,
@@ -276,21 +288,36 @@ def _mode(recipe: Recipe, found: Facts, target: Target, job: Job, attention: str
 
 
 def _activations(recipe: Recipe, job: Job, target: Target) -> tuple[Split | None, tuple[Decision, ...]]:
-    """What training's own policy decides, given what weights will leave free of the device."""
+    """What training's own policy decides, given what weights will leave free of the device.
+
+    Offloading that is asked for and finds no room on the host is what a training refuses; a plan has it predicted, so
+    that it can say what to change.
+    """
     free = target.device.memory_bytes - CONTEXT if target.free is None else target.free
     options = recipe.memory
-    limit = target.host if options.host_limit is None else options.host_limit * 2**30
+    host = budget_of(options.host_limit, target.host)
     now = Situation(
         device=target.device,
         layers=job.shape.depth,
         job=job,
         pending_bytes=round(gradient_bytes(job) + state_bytes(job)),
         buffers=options.buffers,
-        host_bytes=2**62 if limit is None else round(limit),
+        host=replace(host, nbytes=UNLIMITED) if options.activations == "offload" else host,
         free_bytes=max(0, round(free - weight_bytes(job) - (0 if job.full else 4 * job.trained))),
     )
     chosen = choose_activations(options.activations, now)
-    return chosen.split, chosen.decisions
+    return chosen.split, (*chosen.decisions, *_shortage(chosen.split, job, host, options.activations))
+
+
+def _shortage(split: Split | None, job: Job, host: HostBudget, asked: str) -> Iterator[Decision]:
+    """What a training says of offloading that it was asked for and has no room for."""
+    size = int(input_bytes(job))
+    if asked == "offload" and split is not None and split.offloaded * size > host.nbytes:
+        yield Decision("host memory", False, host.shortage(split.offloaded, size))
+
+
+def _host_room(host: HostBudget) -> float | None:
+    return None if host.limit is None and host.free is None else host.nbytes
 
 
 def _decisions(recipe: Recipe, found: Facts, target: Target, taken: Taken, made: list[Decision]) -> Iterator[Decision]:

@@ -1,20 +1,23 @@
 """Where a recipe does not fit: the fewest changes that make it fit, the fastest first.
 
-Each lever changes one key of the recipe one way; combinations of one, then two, then three levers are predicted, and
-the smallest number that fits anything wins. What the recipe's schema refuses is no lever, so what is not available yet
-is never proposed. Rows may become shorter only as far as the longest document, unless overlong ones are cut anyway.
+Each lever changes one key of the recipe one way, and takes out the options that have no effect then, which the schema
+refuses. Combinations of one, then two, then three levers are predicted, and the smallest number that fits anything
+wins. What the schema refuses even so is no lever, so what is not available yet is never proposed. Rows may become
+shorter only as far as the longest document, unless overlong ones are cut anyway.
 """
 
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 from slipstream.errors import InputError
+from slipstream.memory.policy import MemoryOptions
 from slipstream.plan.facts import Facts, Target
 from slipstream.plan.prediction import Prediction, predict
 from slipstream.recipe import Recipe, recipe_from_dict
+from slipstream.recipe_text import shown
 
 MOST_CHANGES = 3
 SHOWN = 3
@@ -31,7 +34,7 @@ class Change:
 
     def __str__(self) -> str:
         """As ``--set`` takes it."""
-        return f"{self.key}={self.value}"
+        return f"{self.key}={shown(self.value)}"
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ def remedies(recipe: Recipe, found: Facts, target: Target) -> list[Remedy]:
         fitting = [
             remedy
             for chosen in combinations(levers, count)
-            if len({change.key for change in chosen}) == count
-            and (remedy := _tried(recipe, chosen, found, target)) is not None
+            if len({lever[0].key for lever in chosen}) == count
+            and (remedy := _tried(recipe, tuple(chain(*chosen)), found, target)) is not None
         ]
         if fitting:
             return _fastest(fitting)
@@ -79,11 +82,26 @@ def _tried(recipe: Recipe, changes: tuple[Change, ...], found: Facts, target: Ta
     return Remedy(changes, prediction) if prediction.fits else None
 
 
-def _levers(recipe: Recipe, found: Facts, target: Target) -> Iterator[Change]:
-    """Single changes that save memory, from what costs least."""
+def _levers(recipe: Recipe, found: Facts, target: Target) -> Iterator[tuple[Change, ...]]:
+    """What saves memory, each the change of one key and what has to go with it, from what costs least."""
+    if recipe.memory.activations != "recompute":
+        yield (Change("memory.activations", "recompute"), *_of_offloading(recipe))
+    yield from ((change,) for change in _single(recipe, found, target))
+
+
+def _of_offloading(recipe: Recipe) -> Iterator[Change]:
+    """Takes the options of offloading out that were given: the schema refuses them where nothing is offloaded."""
+    plain = MemoryOptions()
+    for name in ("buffers", "host_limit"):
+        if getattr(recipe.memory, name) != getattr(plain, name):
+            yield Change(f"memory.{name}", getattr(plain, name))
+
+
+def _single(recipe: Recipe, found: Facts, target: Target) -> Iterator[Change]:
+    """Levers of one key."""
     offloads = target.device.kind == "cuda" and not target.device.unified_memory
-    activations = ["recompute", *(["offload"] if offloads else [])]
-    yield from (Change("memory.activations", name) for name in activations if name != recipe.memory.activations)
+    if offloads and recipe.memory.activations != "offload":
+        yield Change("memory.activations", "offload")
     if recipe.packing.rows > 1:
         yield Change("packing.rows", 1)
     yield from (Change("packing.tokens", tokens) for tokens in _shorter_rows(recipe, found))

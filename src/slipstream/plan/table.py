@@ -45,11 +45,11 @@ def show(plan: dict[str, Any], prediction: Prediction, found: list[Gain], ways: 
 def verdict(prediction: Prediction, device: str) -> str:
     """Whether it fits, in a sentence."""
     needed, room = prediction.memory.device_bytes, prediction.room
-    word = "fits" if needed <= room else "does not fit"
+    word = "fits" if prediction.fits else "does not fit"
     text = f"{word}: a step takes {bytes_text(needed)} of the {bytes_text(max(0.0, room))} usable on {device}"
     host, limit = prediction.memory.host_bytes, prediction.host_room
     if host and limit is not None:
-        text += f", and {bytes_text(host)} of {bytes_text(limit)} of host memory"
+        text += f", and {bytes_text(host)} of the {bytes_text(limit)} of host memory that it may take"
     return text
 
 
