@@ -103,6 +103,7 @@ class Prediction:
             "device_bytes": round(self.memory.device_bytes),
             "host_bytes": round(self.memory.host_bytes),
             "room_bytes": round(self.room),
+            "host_room_bytes": None if self.host_room is None else round(self.host_room),
             "step_seconds": self.times.total,
             "floor_seconds": self.times.floor,
             "times": {**asdict(self.times), "device": self.times.device},
