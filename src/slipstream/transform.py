@@ -196,6 +196,13 @@ def release_graphs(model: nn.Module) -> None:
         applied.checkpointing.release_graphs()
 
 
+def rest_host_memory(model: nn.Module) -> None:
+    """Have back the host memory of steps that are over, but for what graphs name; another step takes it anew."""
+    applied: Applied | None = getattr(base_model(model), ATTRIBUTE, None)
+    if applied is not None and applied.checkpointing.offload is not None:
+        applied.checkpointing.offload.pool.rest()
+
+
 def applied(model: nn.Module) -> Applied | None:
     """What ``apply`` has hung on the model, or None."""
     found: Applied | None = getattr(base_model(model), ATTRIBUTE, None)

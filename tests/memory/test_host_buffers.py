@@ -156,6 +156,31 @@ def test_buffers_of_graphs_are_lent_to_graphs_only_until_they_are_released() -> 
     assert taken(pool, transfers) in warm
 
 
+def test_a_pool_at_rest_holds_what_is_in_use_and_what_graphs_name_until_they_are_given_up() -> None:
+    pool, transfers, _ = pool_of(10_000)
+    idle, used, graphs = (taken(pool, transfers) for _ in range(3))
+    pool.give(graphs)
+    transfers.graph = True
+    assert taken(pool, transfers) is graphs
+    transfers.graph = False
+    pool.give(idle)
+    pool.give(graphs)
+    pool.rest()
+    assert pool.held == 2000
+    mark = LateMark(lambda: None, ())
+    used.busy.append(mark)
+    pool.give(used)  # at once, since nobody takes any more
+    assert mark.done
+    assert pool.held == 1000
+    assert list(transfers.pinned) == [graphs.memory.data_ptr()]  # where replays still write
+    pool.release_graphs()
+    assert pool.held == 0
+    assert not transfers.pinned
+    again = taken(pool, transfers)
+    pool.give(again)
+    assert pool.held == pool.idle == 1000  # a step ends the rest
+
+
 def test_close_takes_what_graphs_name() -> None:
     pool, transfers, _ = pool_of(10_000)
     buffer = taken(pool, transfers)

@@ -12,6 +12,9 @@ Where the system refuses to pin, the pool goes on with pageable memory, says so 
 A buffer taken while a CUDA graph is captured is named in that graph, and every replay writes there. From then on it is
 lent to captures only: each graph here holds a whole forward and backward, so that what one replay leaves in it
 is no loss to the next. Passes outside graphs never see it until ``release_graphs``.
+
+Between trainings a pool rests: what is idle goes back to the system, what is in use when it is given. The next ``take``
+ends that, so that whoever trains again pays for the pinning again, and nobody has to say that he begins.
 """
 
 import mmap
@@ -71,7 +74,7 @@ class HostPool:
         self._idle: dict[BufferKey, list[HostBuffer]] = {}
         self._returned: deque[HostBuffer] = deque()
         self._pinning = True
-        self._closed = False
+        self._closed = self._resting = False
         self._graphs: list[HostBuffer] = []
         self._capturing = False
 
@@ -80,6 +83,7 @@ class HostPool:
 
         Raises ``RuntimeError`` during a capture, when none can be made, if none is idle.
         """
+        self._resting = False
         self._collect()
         if transfers.capturing():
             return self._for_graph(key)
@@ -89,7 +93,7 @@ class HostPool:
     def give(self, buffer: HostBuffer) -> None:
         """Take a buffer back; it is overwritten only after the copies in ``buffer.busy``."""
         self._returned.append(buffer)
-        if self._closed:
+        if self._closed or self._resting:
             self._collect()
 
     def release_graphs(self) -> None:
@@ -102,6 +106,11 @@ class HostPool:
             buffer.busy.clear()
             self.give(buffer)
         self._graphs.clear()
+
+    def rest(self) -> None:
+        """Give back what nobody uses, and the rest as soon as nobody does, but for what graphs name; until ``take``."""
+        self._resting = True
+        self._collect()
 
     def close(self) -> None:
         """Give everything back to the system; what a graph still holds follows when the graph is freed."""
@@ -123,7 +132,7 @@ class HostPool:
                 self._graphs.append(buffer)
             else:
                 self._idle.setdefault(buffer.key, []).append(buffer)
-        if self._closed:
+        if self._closed or self._resting:
             self._shrink(0)
 
     def _for_graph(self, key: BufferKey) -> HostBuffer:

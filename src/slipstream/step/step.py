@@ -19,7 +19,7 @@ from slipstream.model.half_adapters import HalfAdapters, forget_copies
 from slipstream.step.captured import CapturedStep, CaptureError, Loss
 from slipstream.step.choice import Circumstances, Mode, ModeChoice, choose_mode, compile_obstacle
 from slipstream.step.regional import CompiledLayers
-from slipstream.transform import base_model, release_graphs
+from slipstream.transform import base_model, release_graphs, rest_host_memory
 
 SHOWN_ERROR = 400
 """Characters of an error that a decision keeps."""
@@ -105,12 +105,13 @@ class Step:
                 yield
 
     def close(self) -> None:
-        """Leave the model as it was, and give graphs and their memory back; gradients stay."""
+        """Leave the model as it was, and give graphs back, and what steps took of device and host; gradients stay."""
         if self._adapters is not None:
             self._adapters.detach()
         if self._captured is not None:
             self._captured.release()
             release_graphs(self._model)
+        rest_host_memory(self._model)
         self._adapters, self._captured, self._layers = None, None, None
 
     def _give_up_capture(self, why: str) -> None:

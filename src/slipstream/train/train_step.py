@@ -94,7 +94,7 @@ class TrainStep:
         return self._step.recordings
 
     def close(self) -> None:
-        """Give graphs and their memory back and leave the model as it was."""
+        """Give graphs and the memory of steps back, on device and host, and leave the model as it was."""
         self._step.close()
 
     def _moved(self, batch: Batch) -> dict[str, Any]:

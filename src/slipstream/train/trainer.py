@@ -123,6 +123,19 @@ class Trainer(SeveralRanksTrainer):
 
     # ------------------------------------------------------------------------------------------------- the step
 
+    def train(self, *positional: Any, **named: Any) -> Any:
+        """The base class's; however it ends, the model is as it was, and graphs and host memory are given back."""
+        try:
+            return super().train(*positional, **named)
+        finally:
+            self.close_step()
+
+    def close_step(self) -> None:
+        """End the training at hand, if there is one; another call of ``train`` begins anew."""
+        if self.step is not None:
+            self.step.close()
+            self.step, self.batch_loss.compiled = None, False
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
@@ -361,9 +374,7 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.trainer.step_log.drain()
-        if self.trainer.step is not None:
-            self.trainer.step.close()
-            self.trainer.step, self.trainer.batch_loss.compiled = None, False
+        self.trainer.close_step()
 
 
 def _log_interval(args: TrainingArguments) -> float:
