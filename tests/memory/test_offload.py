@@ -478,6 +478,32 @@ def test_out_of_memory_for_the_input_needed_now_frees_what_was_filled_ahead(monk
         assert len(made.notes) == 1
 
 
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_after_a_recompute_that_ran_out_of_memory_one_buffer_is_used(buffers: int) -> None:
+    expected = step(plain(deep()))
+    model = deep()
+    with offloaded(model, buffers=buffers) as made:
+        calls: list[int] = []
+
+        def fail(*_: Any) -> None:
+            calls.append(made.lane.ahead)
+            if len(calls) == 2:  # the recompute
+                raise torch.OutOfMemoryError("out of memory")
+
+        hook = model.model.layers[3].mlp.register_forward_pre_hook(fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            loss_of(model).backward()
+        hook.remove()
+        assert calls == [0, buffers - 1]
+        assert made.lane.ahead == 0
+        assert made.lane.most == made.lane.depth == 1
+        assert [note.name for note in made.notes] == ["reload buffers"] * (buffers > 1)
+        reloads = made.lane.reloads
+        assert_same_bits(step(model), expected)
+        assert made.lane.reloads == reloads + LAYERS - 1
+        assert made.lane.depth == 1
+
+
 def test_out_of_memory_with_nothing_to_free_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = deep()
     with offloaded(model, buffers=1):

@@ -276,13 +276,19 @@ class Held:
         try:
             return self._slot()
         except torch.OutOfMemoryError:
-            if not self.lane.ahead:
+            if not self.let_go_ahead():
                 raise
-            self.lane.settle()
-            for other in list(self.lane.filled):
-                other.drop_reload()
-            self.lane.fewer(1, self.layout.nbytes)
             return self._slot()
+
+    def let_go_ahead(self) -> bool:
+        """After memory ran out: give up what was filled ahead, and go on with one buffer; false where nothing was."""
+        if not self.lane.ahead:
+            return False
+        self.lane.settle()
+        for other in list(self.lane.filled):
+            other.drop_reload()
+        self.lane.fewer(1, self.layout.nbytes)
+        return True
 
     def _slot(self) -> torch.Tensor:
         return torch.empty(self.layout.elements, dtype=self.layout.dtype, device=self.lane.device)

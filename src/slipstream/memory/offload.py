@@ -87,7 +87,12 @@ class Offload:
             held = self._hold(index, args[0], leaves)
 
             def with_input(_: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
-                return function(held.take(), *rest, **kwargs)
+                value = held.take()
+                try:
+                    return function(value, *rest, **kwargs)
+                except torch.OutOfMemoryError:  # ends this step, since a recompute can't be begun twice; not the next
+                    held.let_go_ahead()
+                    raise
 
             # An empty stand-in tells the checkpoint which device the layer is on (autocast, random state).
             return checkpoint(with_input, args[0].new_empty(0), *args[1:], **options)
