@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from late import LateTransfers
 from offloading import IDS, LAYERS, assert_same_bits, deep, loss_of, offloaded, plain, step
-from packed import documents, logits_of, model_of, row_of, with_adapter
+from packed import documents, gradients, logits_of, model_of, row_of, with_adapter
 from slipstream import InputError, Options, apply
 from slipstream.cost.offload import Split
 from slipstream.memory.held import Held, Layout
@@ -539,14 +539,59 @@ def test_pinning_that_fails_is_told_once_and_goes_on() -> None:
         assert not made.notes[0].on
 
 
-def test_a_copy_that_fails_is_that_steps_error() -> None:
-    class Failing(LateTransfers):
-        def back(self, *_: Any) -> Any:
-            raise RuntimeError("the link is down")
+class Breaking(LateTransfers):
+    """A link that is down for these copies of one direction, counted from 1."""
 
+    def __init__(self, direction: str, *failing: int) -> None:
+        super().__init__()
+        self.calls, self.failing = 0, failing
+        real = getattr(self, direction)
+
+        def copy(*args: Any) -> Any:
+            self.calls += 1
+            if self.calls in self.failing:
+                raise RuntimeError("the link is down")
+            return real(*args)
+
+        setattr(self, direction, copy)
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+def test_a_copy_out_that_fails_is_that_steps_error_and_keeps_no_memory(failing: int) -> None:
+    expected = step(plain(deep()))
     model = deep()
-    with offloaded(model, transfers=Failing()), pytest.raises(RuntimeError, match="the link is down"):
-        loss_of(model).backward()
+    with offloaded(model, transfers=Breaking("out", failing)) as made:
+        with pytest.raises(RuntimeError, match="the link is down") as caught:
+            loss_of(model)
+        size = IDS.numel() * 32 * 4
+        assert made.offload.pool.held == failing * size
+        assert made.offload.pool.idle >= size  # although the traceback still holds all of the pass
+        del caught
+        gc.collect()
+        assert made.offload.pool.idle == made.offload.pool.held
+        assert_same_bits(step(model), expected)
+    assert made.offload.pool.held == 0
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize("failing", [(1,), (2,), (1, 2), (3,)])
+def test_a_copy_back_that_fails_is_that_steps_error_and_the_graphs_next_backward_tries_again(
+    failing: tuple[int, ...], buffers: int
+) -> None:
+    expected = step(plain(deep()))
+    model = deep()
+    with offloaded(model, transfers=Breaking("back", *failing), buffers=buffers) as made:
+        loss = loss_of(model)
+        for _ in failing:
+            with pytest.raises(RuntimeError, match="the link is down"):
+                loss.backward(retain_graph=True)
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        assert_same_bits(gradients(model), expected)
+        del loss
+        gc.collect()
+        assert made.offload.pool.idle == made.offload.pool.held
+    assert made.offload.pool.held == 0
 
 
 # What is passed in

@@ -17,6 +17,7 @@ small object a layer and pass.
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -184,9 +185,15 @@ class Held:
         return self.layout.dense and offset % ALIGNMENT == 0
 
     def send(self, pool: HostPool, buffer: HostBuffer) -> None:
-        """Begin to copy the input to ``buffer`` of ``pool``; the lane keeps it alive until the copy is done."""
+        """Begin to copy the input to ``buffer`` of ``pool``; the lane keeps it alive until the copy is done.
+
+        Where the copy can't be begun the buffer goes back at once, not with a traceback that somebody may keep.
+        """
         assert self.kept is not None
-        self.copied = self.lane.transfers.out(self.layout.flat(self.kept), buffer.flat(), buffer.busy)
+        with ExitStack() as failed:
+            failed.callback(pool.give, buffer)
+            self.copied = self.lane.transfers.out(self.layout.flat(self.kept), buffer.flat(), buffer.busy)
+            failed.pop_all()
         buffer.busy[:] = [self.copied]
         self.lane.leaving.append((self.kept, self.version, self.copied))
         self.pool, self.buffer, self.kept = pool, buffer, None
@@ -225,10 +232,13 @@ class Held:
         return self.layout.restored(slot)
 
     def begin_reload(self, slot: torch.Tensor) -> None:
-        """Begin to copy the input back into ``slot``, flat, on the device."""
+        """Begin to copy the input back into ``slot``, flat, on the device.
+
+        Where that fails nothing is kept of it, so that another backward of the same graph tries again.
+        """
         assert self.buffer is not None
-        self.slot = slot
         self.loaded = self.lane.transfers.back(self.buffer.flat(), slot, (self.copied,))
+        self.slot = slot
         self.buffer.busy.append(self.loaded)
         self.lane.filled.add(self)
         self.lane.reloads += 1
