@@ -420,6 +420,53 @@ def test_an_input_changed_in_place_is_an_error_and_never_a_wrong_number() -> Non
         loss_of(model).backward()
 
 
+# Several devices
+
+
+class Apart(LateTransfers):
+    """One of several devices, whose reloads are written down among those of all."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__()
+        self.name, self.all = name, log
+
+    def back(self, *args: Any) -> Any:
+        self.all.append(f"back {self.name}")
+        return super().back(*args)
+
+
+def test_a_device_reloads_nothing_of_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another device's current stream is not known to the thread at work on this one."""
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    log: list[str] = []
+    devices: dict[Any, Any] = {first: Apart("0", log), second: Apart("1", log)}
+    model, where = deep(), [first] * 3 + [second] * (LAYERS - 3)
+    expected = step(plain(deep()))
+    layers = model.model.layers
+    with offloaded(model, buffers=3) as made:
+        made.offload._transfers = devices.__getitem__
+        lane_of, calls = made.offload._lane, iter(where)
+        monkeypatch.setattr(made.offload, "_lane", lambda _: lane_of(next(calls)))
+        # the described devices have no memory of their own
+        monkeypatch.setattr(Held, "_slot", lambda held: torch.empty(held.layout.elements, dtype=held.layout.dtype))
+        for index, layer in enumerate(layers):
+            layer.input_layernorm.register_forward_pre_hook(lambda *_, index=index: log.append(f"layer {index}"))
+        assert_same_bits(step(model), expected)
+        assert {lane.device: lane.sent for lane in made.offload.lanes.values()} == {first: 3, second: 1}
+    backward = log[LAYERS:]
+    assert backward == [
+        "back 1",  # input 3, ahead of layer 4; not those of device 0 too, though three buffers may fill
+        "layer 4",
+        "layer 3",
+        "back 0",  # input 2, when layer 2 asks, and 1 and 0 ahead
+        "back 0",
+        "back 0",
+        "layer 2",
+        "layer 1",
+        "layer 0",
+    ]
+
+
 # Too little memory
 
 
