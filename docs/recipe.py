@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 
 from slipstream.generated_page import markdown_table, page_command
 from slipstream.recipe import REQUIRED, SECTIONS, Recipe
-from slipstream.recipe_text import expected, shown
+from slipstream.values import expected, shown
 
 PAGE = Path(__file__).with_name("recipe.md")
 INTRODUCTION = f"""# Every key of a recipe

@@ -80,6 +80,11 @@ class LateTransfers:
     def memory(self) -> DeviceMemory | None:
         return self.memory_now
 
+    def forget_peak(self) -> None:
+        assert self.memory_now is not None
+        self.log.append("forget")
+        self.memory_now = self.memory_now._replace(peak=self.memory_now.allocated)
+
     def pin(self, memory: torch.Tensor) -> bool:
         if self.pinnable:
             self.pinned[memory.data_ptr()] = memory.numel()

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 import slipstream
 from packed import documents, logits_alone, logits_of, model_of, row_of, with_adapter
 from slipstream import InputError, Options, Segments, apply, decisions, restore, transform
-from slipstream.memory.policy import Situation, choose_activations
+from slipstream.memory.policy import MemoryOptions, Situation, choose_activations
 from slipstream.model.lora import AdapterOptions, add_adapter
 from slipstream.transform import ATTRIBUTE, base_model, packing_decision
 from tiny import tiny_model
@@ -76,6 +76,55 @@ def test_a_named_choice_that_cannot_be_honoured_is_refused_and_changes_nothing()
     assert model.config._attn_implementation == "sdpa"
     assert not model._forward_pre_hooks
     assert not model.get_decoder()._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"activations": "offlod"}, "offlod does not fit; give one of auto, keep, recompute, offload"),
+        ({"attention": "flash"}, "flash does not fit; give one of auto, varlen, flex, xformers, sdpa"),
+        ({"attention": ["sdpa"]}, "[sdpa] does not fit; give one of auto, varlen, flex, xformers, sdpa"),
+        ({"experts": "sorted"}, "sorted does not fit; give one of auto, grouped, loop"),
+        ({"experts": None}, "null does not fit; give one of auto, grouped, loop"),
+        *(
+            ({"buffers": wrong}, f"{told} does not fit; give auto, or a whole number >= 1 and <= 1,024")
+            for wrong, told in ((0, "0"), (-3, "-3"), (1.5, "1.5"), (True, "true"), ("two", "two"), (1025, "1025"))
+        ),
+        *(
+            ({"host_limit": wrong}, f"{told} does not fit; give a number > 0 and <= 1,048,576, or null")
+            for wrong, told in ((float("nan"), ".nan"), (float("inf"), ".inf"), (-1, "-1"), (0, "0"), ("8", "'8'"))
+        ),
+        *(({"tiles": wrong}, "does not fit; give one of auto, none, or a whole number >= 16") for wrong in (15, 64.0)),
+        *(
+            ({"tokens": wrong}, "does not fit; give a whole number >= 1 and <= 2,147,483,647, or null")
+            for wrong in (0, -5, 2**31, 4096.0, "4096", False)
+        ),
+        *(
+            (
+                {"compute_dtype": wrong},
+                "does not fit; give one of torch.float32, torch.bfloat16, torch.float16, or None",
+            )
+            for wrong in ("bfloat16", torch.int8, 16, torch.tensor)
+        ),
+    ],
+)
+def test_options_are_checked_when_they_are_made(options: Any, refused: str) -> None:
+    (name,) = options
+    with pytest.raises(InputError, match=f"^Options.{name}: .*{re.escape(refused)}$"):
+        Options(**options)
+
+
+def test_all_options_that_do_not_fit_are_told_in_one_message() -> None:
+    with pytest.raises(InputError, match=r"Options\.attention: a does not fit; .*; Options\.buffers: 0 does not fit; "):
+        Options(attention="a", buffers=0)  # type: ignore[arg-type]
+
+
+def test_options_take_what_a_recipe_takes() -> None:
+    """One annotation says it for both."""
+    ours, theirs = (get_type_hints(kind, include_extras=True) for kind in (Options, MemoryOptions))
+    assert {name: ours[name] for name in theirs} == theirs
+    made = Options(host_limit=8, buffers=1024, tiles=16, tokens=2**31 - 1, compute_dtype=torch.bfloat16)
+    assert (made.host_limit, made.buffers, made.tiles) == (8, 1024, 16)
 
 
 def test_what_is_no_language_model_is_refused() -> None:

@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from slipstream.data.packing import PackingOptions
+from slipstream.data.packing import MOST_TOKENS, PackingOptions
 from slipstream.data.rows import DataOptions
 from slipstream.errors import InputError
 from slipstream.memory.policy import MemoryOptions
 from slipstream.model.load import LoadOptions
 from slipstream.model.lora import AdapterOptions
-from slipstream.recipe_text import expected, kinds, number_from_text, parse, parse_value, shown
+from slipstream.recipe_text import number_from_text, parse, parse_value
 from slipstream.train.options import TrainOptions
+from slipstream.values import checked, shown
 
 SECTIONS: Mapping[str, type] = {
     "load": LoadOptions,
@@ -44,11 +44,6 @@ REQUIRED: Mapping[str, str] = {
     "data.train": "a local file or folder of rows, or a hub data set",
     "output": "the folder to write the run to, e.g. runs/first",
 }
-STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-
-
-MOST_TOKENS = 2**31 - 1
-"""Of a batch: `cu_seqlens` are 32-bit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +165,7 @@ def _fields_of(cls: type, tree: Mapping[Any, Any], prefix: str) -> tuple[dict[st
         elif key in REQUIRED and _blank(tree.get(name)):
             found = [f"{key}: missing; give {REQUIRED[key]}"]
         elif name in tree:
-            values[name], found = _checked(key, tree[name], hints[name])
+            values[name], found = checked(key, number_from_text(tree[name], hints[name]), hints[name])
         else:
             assert not _is_required(item), f"{key} has no default and is not in REQUIRED"
             continue
@@ -185,24 +180,6 @@ def _section(key: str, value: Any) -> tuple[Any, list[str]]:
         return None, [f"{key}: {shown(value)} is not a section; indent its keys below it ({names})"]
     values, problems = _fields_of(SECTIONS[key], value or {}, f"{key}.")
     return (None if problems else SECTIONS[key](**values)), problems
-
-
-def _checked(key: str, value: Any, hint: Any) -> tuple[Any, list[str]]:
-    """The value, if the field's type and bounds allow it; else what they would allow."""
-    value = number_from_text(value, hint)
-    adapter: TypeAdapter[Any] = TypeAdapter(hint, config=STRICT)
-    try:
-        return adapter.validate_python(value), []
-    except ValidationError:
-        return None, [f"{key}: {_refusal(value, hint)}"]
-
-
-def _refusal(value: Any, hint: Any) -> str:
-    if isinstance(value, int | float) and str in kinds(hint):
-        return (
-            f"{shown(value)} is read as {'a switch' if isinstance(value, bool) else 'a number'}; put quotes around it"
-        )
-    return f"{shown(value)} does not fit; give {expected(hint)}"
 
 
 def _unknown(name: str, prefix: str, known: list[str]) -> str:

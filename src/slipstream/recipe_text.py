@@ -1,4 +1,4 @@
-"""YAML as a recipe means it, and values as a recipe spells them.
+"""YAML as a recipe means it.
 
 YAML 1.1 reads ``2024-05-01`` as a date, ``1e-4`` as text, and lets a repeated key win in silence. A recipe wants text,
 a number and an error, so the loader here leaves dates alone and duplicate keys are looked for in the node tree, where
@@ -6,18 +6,17 @@ line numbers are still known. YAML 1.2 parsers do some of this, at the price of 
 """
 
 import re
-import types
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import yaml
 
 from slipstream.errors import InputError
+from slipstream.values import kinds, shown
 
 TIMESTAMP = "tag:yaml.org,2002:timestamp"
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 """Numbers with an exponent; YAML 1.1 takes those without a dot or without a sign in the exponent for text."""
-WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", types.NoneType: "null"}
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -64,45 +63,6 @@ def number_from_text(value: Any, hint: Any) -> Any:
     if float in taken:
         return number
     return int(number) if int in taken and number.is_integer() else value
-
-
-def shown(value: Any) -> str:
-    """A value as the user would write it in YAML, on one line and not too long."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
-    text = text.removesuffix("\n").removesuffix("\n...")
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def expected(hint: Any) -> str:
-    """What a field takes, in words: ``a whole number > 0, or null``."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        bounds = " and ".join(filter(None, map(_bound, arguments[1:])))
-        return f"{expected(arguments[0])} {bounds}".rstrip()
-    if origin is Literal:
-        return shown(arguments[0]) if len(arguments) == 1 else "one of " + ", ".join(map(shown, arguments))
-    if origin in (Union, types.UnionType):
-        return ", or ".join(map(expected, arguments))
-    if origin is list:
-        return f"a list, each item {expected(arguments[0])}"
-    if origin is dict:
-        return f"a mapping of {' to '.join(map(expected, arguments))}"
-    return WORDS[hint]
-
-
-def _bound(bound: Any) -> str:
-    """One bound of the ``annotated_types`` kind; other annotations say nothing of the value."""
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    return "".join(f"{sign} {getattr(bound, name):,}" for name, sign in signs.items() if hasattr(bound, name))
-
-
-def kinds(hint: Any) -> Iterator[Any]:
-    """The plain types a field takes, below annotations and unions."""
-    if get_origin(hint) in (Annotated, Union, types.UnionType):
-        for argument in get_args(hint):
-            yield from kinds(argument)
-    else:
-        yield hint
 
 
 def _duplicates(node: yaml.Node, prefix: str, seen: set[int]) -> Iterator[str]:

@@ -32,7 +32,6 @@ from slipstream.errors import InputError
 from slipstream.prepare import planned_steps
 from slipstream.recipe import Recipe
 from slipstream.recipe_paths import PATHS, absolute, is_there, paths, with_absolute_paths, with_values
-from slipstream.recipe_text import shown
 from slipstream.train.checkpoint import checkpoint_step, checkpoint_until, last_checkpoint
 from slipstream.train.ranks import Ranks
 from slipstream.train.records import (
@@ -45,6 +44,7 @@ from slipstream.train.records import (
     missing_steps,
     read_records,
 )
+from slipstream.values import shown
 
 EXACT = frozenset(
     {

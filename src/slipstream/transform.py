@@ -9,10 +9,11 @@ own attention, so that unpacked training is exactly its own.
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import torch
+from annotated_types import Ge, Le
 from torch import nn
 
 from slipstream.cost.hardware import Device, describe
@@ -20,6 +21,7 @@ from slipstream.cost.job import BYTES, Job
 from slipstream.cost.offload import Split
 from slipstream.cost.shape import ModelShape
 from slipstream.cost.tiles import TilesChoice
+from slipstream.data.packing import MOST_TOKENS
 from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.memory.checkpointing import (
@@ -35,6 +37,7 @@ from slipstream.memory.policy import (
     ActivationsChoice,
     BuffersChoice,
     Chosen,
+    HostLimit,
     Situation,
     choose_activations,
 )
@@ -43,10 +46,13 @@ from slipstream.model.carrier import Carrier, find_carrier
 from slipstream.model.experts_choice import AppliedExperts, ExpertsChoice, choose_experts
 from slipstream.model.packed_forward import PackedForward
 from slipstream.model.tiled_mlp import TiledMLP, tile_mlps
+from slipstream.values import checked
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 ATTRIBUTE = "_slipstream"
+COMPUTE = tuple(getattr(torch, name) for name in BYTES)
+"""The dtypes that layers may compute in."""
 ASSUMED_RANK = 16
 """Of adapters that are yet to come."""
 RECURRENT = re.compile(
@@ -56,7 +62,10 @@ RECURRENT = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What ``apply`` is asked for; each ``"auto"`` or a named choice."""
+    """What ``apply`` is asked for; each ``"auto"`` or a named choice.
+
+    Constructing one checks each field by its annotation; ``InputError`` lists all values that don't fit.
+    """
 
     attention: AttentionChoice = "auto"
     """``varlen``, ``flex``, ``xformers`` or ``sdpa``."""
@@ -64,17 +73,27 @@ class Options:
     """``keep``, ``recompute`` or ``offload``."""
     buffers: BuffersChoice = "auto"
     """Device buffers for reloading offloaded activations; one reloads a layer's input only when it is needed."""
-    host_limit: float | None = None
+    host_limit: HostLimit = None
     """GiB of a machine's host memory that offloaded activations may take, in equal parts for its processes, and never
     more than is free; without it, 80% of what is free."""
     tiles: TilesChoice = "auto"
     """``auto``, ``none``, or tokens: how much of a row an MLP computes at a time."""
     experts: ExpertsChoice = "auto"
     """``grouped`` or ``loop``."""
-    tokens: int | None = None
+    tokens: Annotated[int, Ge(1), Le(MOST_TOKENS)] | None = None
     """Tokens in a batch, from which ``activations: auto`` predicts memory; without it activations are kept."""
     compute_dtype: torch.dtype | None = None
     """The dtype that layers compute in, where autocast makes it differ from the weights'."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self), include_extras=True)
+        named = [item.name for item in fields(self) if item.name != "compute_dtype"]
+        problems = [p for name in named for p in checked(f"Options.{name}", getattr(self, name), hints[name])[1]]
+        if self.compute_dtype not in (None, *COMPUTE):
+            known = ", ".join(map(str, COMPUTE))
+            problems.append(f"Options.compute_dtype: {self.compute_dtype} does not fit; give one of {known}, or None")
+        if problems:
+            raise InputError("; ".join(problems))
 
 
 @dataclass

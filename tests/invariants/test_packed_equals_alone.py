@@ -1,10 +1,12 @@
 """A packed row teaches what its documents teach one by one: logits, loss and gradients agree."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from nested import nested_model
 from packed import (
     FAMILIES,
     LENGTHS,
@@ -20,7 +22,8 @@ from packed import (
     summed_loss_alone,
     with_adapter,
 )
-from slipstream import Options, apply
+from slipstream import InputError, Options, apply
+from slipstream.train.forward import BatchLoss
 from slipstream.train.loss import learned_tokens, summed_cross_entropy
 
 RELATIVE = 1e-5
@@ -189,3 +192,26 @@ def test_recomputing_draws_the_same_attention_dropout() -> None:
     kept, recomputed, other = step("keep", 7), step("recompute", 7), step("keep", 8)
     assert all(torch.equal(recomputed[name], kept[name]) for name in kept)
     assert not all(torch.equal(other[name], kept[name]) for name in kept)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_decoder_inside_a_model_of_several_parts(activations: Any) -> None:
+    """Its wrapper hands it a mask for each kind of layer; none of T x T is made, and boundaries take their place."""
+    assert max(LENGTHS) > WINDOW
+    ours = apply(nested_model(), Options(activations=activations))
+    masks: list[Any] = []
+    ours.get_decoder().register_forward_pre_hook(
+        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True, prepend=True
+    )
+    assert_same_learning(ours, nested_model(), LENGTHS, TOKENS)
+    (given,) = masks
+    assert set(given) == {"sliding_attention", "full_attention"}
+    assert all(mask.numel() == 1 for mask in given.values())
+    row = row_of(documents())
+    loss, _ = BatchLoss(ours, lambda _: nullcontext())(ours, row)  # as the trainer has it: the head in chunks
+    expected, _ = summed_loss_alone(nested_model(), documents())
+    assert abs(loss - expected) <= RELATIVE * expected
+    with pytest.raises(InputError, match=r"attention_mask of shape \[1, 48\] beside segments"):
+        ours(**row, attention_mask=torch.ones(1, TOKENS))
+    with pytest.raises(InputError, match=r"attention_mask of shape {'full_attention': \[1, 1, 48, 48\], .* beside"):
+        ours(**row, attention_mask={"full_attention": torch.ones(1, 1, TOKENS, TOKENS), "sliding_attention": None})

@@ -5,14 +5,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from offloading import deep, loss_of, offloaded, step
+from nested import nested_model
+from offloading import assert_same_bits, deep, loss_of, offloaded, step
 from packed import model_of, with_adapter
 from slipstream import InputError, Options, apply, decisions, restore
 from slipstream.cost.offload import Split
 from slipstream.decision import Decision
 from slipstream.memory import checkpointing
-from slipstream.memory.checkpointing import SWITCHES, checkpoints, restore_checkpointing, set_checkpointing
+from slipstream.memory.checkpointing import (
+    SWITCHES,
+    checkpoint_layers,
+    checkpoints,
+    restore_checkpointing,
+    set_checkpointing,
+)
 
 KEEP, RECOMPUTE, MIXED = Split(2, 0, 0), Split(0, 2, 0), Split(1, 1, 0)
 
@@ -98,6 +106,49 @@ def test_random_state_is_kept_where_a_layer_draws(
         tuned = with_adapter(model, dropout=dropout).train()  # after the switch, as peft may come later
         tuned(input_ids=torch.arange(5, 12)[None])
     assert asked == [kept] * 2
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+def test_dropout_that_a_nested_config_asks_for_is_drawn_again_as_it_was(activations: str) -> None:
+    """Attention's is functional: there is no module to find, and the config's top level doesn't name it."""
+
+    def seeded(model: Any) -> None:
+        torch.manual_seed(1)
+        loss_of(model).backward()
+
+    model = nested_model(4, attention_dropout=0.5)
+    assert len(checkpoint_layers(model)) == 4 < sum(isinstance(m, GradientCheckpointingLayer) for m in model.modules())
+    assert "attention_dropout" not in vars(model.config)
+    expected = step(model, seeded)
+    assert any(not torch.equal(expected[name], other) for name, other in step(model).items())  # it did draw
+    if activations == "recompute":
+        set_checkpointing(model, Split(0, 4, 0), decide=[].append)
+        assert_same_bits(step(model, seeded), expected)
+    else:
+        with offloaded(model, split=Split(0, 1, 3)) as made:
+            assert_same_bits(step(model, seeded), expected)
+            assert made.lane.reloads == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "draws"),
+    [
+        ({"text_config": {"attention_dropout": 0.1}}, True),
+        ({"parts": [{"rate": 0.3}, {"deeper": {"drop_rates": [0.0, 0.1]}}]}, True),
+        ({"text_config": {"attention_dropout": 0.0, "hidden_size": 8}, "dropout": None}, False),
+    ],
+)
+def test_every_level_of_a_config_is_looked_at(settings: dict[str, Any], draws: bool) -> None:
+    base: Any = nn.Linear(2, 2)
+    base.config = type("Config", (), {"to_dict": lambda self: settings})()
+    assert checkpointing._draws(base)() == draws
+
+
+def test_a_module_that_draws_with_a_number_of_its_own_is_found() -> None:
+    model = model_of("llama")
+    assert not checkpointing._draws(model)()
+    model.model.layers[1].self_attn.attention_dropout = 0.5  # as if set after loading; the config doesn't say so
+    assert checkpointing._draws(model)()
 
 
 # Held to what was chosen

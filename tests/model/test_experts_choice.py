@@ -53,7 +53,7 @@ def test_what_is_asked_for_is_taken_or_refused_with_a_remedy() -> None:
     with pytest.raises(InputError, match=r"experts grouped: .* computes in bfloat16.*; set experts to auto or loop"):
         choose_experts("grouped", model, HOPPER, torch.float32)
     with pytest.raises(InputError, match=r"experts 'sorted' is none of auto, grouped, loop"):
-        apply(model, Options(experts="sorted"))  # type: ignore[arg-type]
+        choose_experts("sorted", model, CPU, torch.float32)  # type: ignore[arg-type]
 
 
 def test_odd_widths_are_looped() -> None:

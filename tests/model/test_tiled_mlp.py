@@ -236,6 +236,10 @@ def test_dropout_and_odd_mlps_are_refused() -> None:
     with pytest.raises(InputError, match="dropout"):
         apply(adapted(dropout=0.1), Options(tiles=TILES))
     model = model_of("llama")
+    model.get_decoder().layers[1].mlp.hidden_dropout = 0.1  # for functional dropout: there is no module to find
+    with pytest.raises(InputError, match="LlamaMLP has dropout"):
+        apply(model, Options(tiles=TILES))
+    model = model_of("llama")
 
     class Mixing(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

@@ -44,6 +44,10 @@ _DOCUMENTS_AT_ONCE = 4096
 _MASKS = ("completion_mask", "assistant_masks")
 
 
+MOST_TOKENS = 2**31 - 1
+"""Of a batch: `cu_seqlens` are 32-bit."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PackingOptions:
     """How documents share rows (the recipe's ``packing`` section)."""

@@ -6,7 +6,6 @@ default), which would silently replace the functions set here; what was set is t
 forward and put back, with a ``Decision``. Refusing to run instead would break trainers that are otherwise fine.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -20,12 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slipstream.cost.offload import Split
+from slipstream.cost.settings import draws_by_itself, draws_random
 from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.memory.offload import ContextFn, Offload
 
-RANDOM = re.compile(r"drop|jitter|noise")
-"""Settings of a model's config that make its layers draw random numbers in training."""
 SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 """The attributes by which transformers' layers know whether and how to recompute."""
 CHOOSING = ("aten.topk.default", "slipstream.choose.default")
@@ -39,9 +37,12 @@ def checkpoints(base: nn.Module) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in base.modules())
 
 
-def checkpoint_layers(base: nn.Module) -> list[nn.Module]:
-    """The layers that can each be treated in their own way, in the model's order; few models have none."""
-    return [m for m in base.modules() if isinstance(m, GradientCheckpointingLayer)]
+def checkpoint_layers(base: Any) -> list[nn.Module]:
+    """The decoder's layers that can each be treated in their own way, in the model's order; few models have none.
+
+    Those of a vision or audio part beside the decoder don't count: text doesn't pass through them.
+    """
+    return [m for m in base.get_decoder().modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 @dataclass(eq=False)
@@ -155,15 +156,22 @@ def _draws(base: Any) -> Callable[[], bool]:
 
     @cache
     def sources(adapters: tuple[str, ...]) -> tuple[bool, list[Any]]:
-        settings = base.config.to_dict().items()
-        named = any(RANDOM.search(k) and isinstance(v, int | float) and v > 0 for k, v in settings)
-        return named, [m for m in base.modules() if isinstance(m, _DropoutNd)]
+        return _random_settings(base), [m for m in base.modules() if isinstance(m, _DropoutNd)]
 
     def draws() -> bool:
         named, dropouts = sources(tuple(getattr(base, "peft_config", ())))
         return named or any(dropout.p > 0 for dropout in dropouts)
 
     return draws
+
+
+def _random_settings(base: Any) -> bool:
+    """Whether a number that asks for random draws stands anywhere in the config, or on a module that has taken it over:
+    functional dropout leaves no module to be found.
+
+    Parts of the model that aren't recomputed are looked at too: keeping random state in vain costs little.
+    """
+    return draws_random(base.config.to_dict()) or any(draws_by_itself(m) for m in base.modules())
 
 
 def keep_choices(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

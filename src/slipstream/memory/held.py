@@ -17,6 +17,7 @@ small object a layer and pass.
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -87,11 +88,17 @@ class Lane:
     before: int | None = None
     """Bytes allocated when the pass at hand began its backward."""
     rise: int | None = None
-    """Bytes by which the peak lay above that in the last whole backward; None before there was one."""
+    """Bytes by which a pass's peak lies above that, besides its reload buffers; None before a whole backward."""
+    known: int = 0
+    """Bytes of an input in the passes that ``rise`` is of."""
+    own: bool = False
+    """Whether ``rise`` is by their own peak; else by an older one that theirs lay below."""
+    floor: int | None = None
+    """The peak when the pass at hand began; None: counted from there, so that all of it is the pass's own."""
     filled: "weakref.WeakSet[Held]" = field(default_factory=weakref.WeakSet)
     """Inputs whose reload has begun and that no layer has used yet."""
-    told: bool = False
-    """Whether it was said that memory allows fewer buffers than asked for."""
+    told: set[str] = field(default_factory=set)
+    """Names of the decisions that were told."""
     leaving: deque[tuple[torch.Tensor, int, Mark]] = field(default_factory=deque)
     """Inputs being copied out, with the version they had."""
     abandoned: deque[tuple[torch.Tensor, Mark]] = field(default_factory=deque)
@@ -120,35 +127,67 @@ class Lane:
             _, mark = self.abandoned.popleft()
             self.transfers.join(mark)
 
+    def begin_forward(self, nbytes: int) -> None:
+        """Before a pass's inputs of ``nbytes`` each leave: have its own peak told apart from what was before it.
+
+        The allocator keeps one peak. Where loading or an evaluation drove it so high that the passes' own, not known
+        yet, hides below and no buffer would seem to fit, it is counted anew from here; else it is left alone.
+        """
+        memory = None if self.transfers.capturing() else self.transfers.memory()
+        if memory is None:
+            return
+        self.floor = memory.peak
+        if not (self.own and nbytes <= self.known) and memory.usable - memory.peak < (self.most - 1) * nbytes:
+            self.transfers.forget_peak()
+            self.floor = None
+            reason = (
+                f"PyTorch's count on {self.device}, {size_text(memory.peak)}, begins anew with a training forward: it "
+                f"hid what a step takes, by which reload buffers are chosen"
+            )
+            self._tell_once(Decision("peak memory", True, reason))
+
     def begin_backward(self, nbytes: int) -> None:
         """Choose the pass's buffers of ``nbytes`` each: more than one only where memory is free at the highest demand.
 
-        What a backward needs on top is known from the last one; until there was one, one buffer must do.
+        What a backward needs on top is known from those before; longer rows than theirs must do with one buffer.
         """
         memory = None if self.transfers.capturing() else self.transfers.memory()
         if memory is None:
             return
         self.before = memory.allocated
         if self.rise is not None:
-            self._fit(memory.usable - memory.allocated - self.rise, nbytes)
+            self._fit(memory.usable - memory.allocated - self.rise if nbytes <= self.known else 0, nbytes)
 
     def end_backward(self, nbytes: int) -> None:
         """Learn from a backward that has reached its first layer; a capture that comes next finds its depth set."""
         memory = None if self.transfers.capturing() else self.transfers.memory()
         if memory is None or self.before is None:
             return
-        self.rise = max(0, memory.peak - self.before)
+        self._learn(memory.peak, memory.peak - self.before - self.depth * nbytes, nbytes)
+        assert self.rise is not None
         self._fit(memory.usable - self.before - self.rise, nbytes)
 
-    def _fit(self, spare: int, nbytes: int) -> None:
-        """``spare`` is beyond the buffers that were in use when the peak was taken."""
-        self.depth = max(1, min(self.most, self.depth + spare // nbytes))
-        if self.depth < self.most and not self.told:
-            self.told = True
+    def _learn(self, peak: int, most: int, nbytes: int) -> None:
+        """The pass rose by ``most`` where the peak is its own; else by no more, and as passes like it have shown."""
+        own = self.floor is None or peak > self.floor
+        if self.rise is None or own or not self.own or nbytes > self.known:
+            self.rise, self.known, self.own = most, nbytes, own
+        elif nbytes == self.known:
+            self.rise = min(self.rise, most)
+
+    def _fit(self, room: int, nbytes: int) -> None:
+        """As many buffers as there is ``room`` for, and one at least."""
+        self.depth = max(1, min(self.most, room // nbytes))
+        if self.depth < self.most:
             reason = (
                 f"{self.depth} of {self.most} on {self.device}: at the highest demand no memory is free for another"
             )
-            self.decide(Decision("reload buffers", self.depth > 1, reason))
+            self._tell_once(Decision("reload buffers", self.depth > 1, reason))
+
+    def _tell_once(self, decision: Decision) -> None:
+        if decision.name not in self.told:
+            self.told.add(decision.name)
+            self.decide(decision)
 
     def fewer(self, depth: int, nbytes: int) -> None:
         """Go on with ``depth`` buffers for good, since there was no memory for another."""
@@ -184,9 +223,15 @@ class Held:
         return self.layout.dense and offset % ALIGNMENT == 0
 
     def send(self, pool: HostPool, buffer: HostBuffer) -> None:
-        """Begin to copy the input to ``buffer`` of ``pool``; the lane keeps it alive until the copy is done."""
+        """Begin to copy the input to ``buffer`` of ``pool``; the lane keeps it alive until the copy is done.
+
+        Where the copy can't be begun the buffer goes back at once, not with a traceback that somebody may keep.
+        """
         assert self.kept is not None
-        self.copied = self.lane.transfers.out(self.layout.flat(self.kept), buffer.flat(), buffer.busy)
+        with ExitStack() as failed:
+            failed.callback(pool.give, buffer)
+            self.copied = self.lane.transfers.out(self.layout.flat(self.kept), buffer.flat(), buffer.busy)
+            failed.pop_all()
         buffer.busy[:] = [self.copied]
         self.lane.leaving.append((self.kept, self.version, self.copied))
         self.pool, self.buffer, self.kept = pool, buffer, None
@@ -225,10 +270,13 @@ class Held:
         return self.layout.restored(slot)
 
     def begin_reload(self, slot: torch.Tensor) -> None:
-        """Begin to copy the input back into ``slot``, flat, on the device."""
+        """Begin to copy the input back into ``slot``, flat, on the device.
+
+        Where that fails nothing is kept of it, so that another backward of the same graph tries again.
+        """
         assert self.buffer is not None
-        self.slot = slot
         self.loaded = self.lane.transfers.back(self.buffer.flat(), slot, (self.copied,))
+        self.slot = slot
         self.buffer.busy.append(self.loaded)
         self.lane.filled.add(self)
         self.lane.reloads += 1

@@ -117,6 +117,8 @@ class Offload:
             each.settle()
         previous = self._last() if self._last is not None and index > self._index else None
         held = Held(lane, x, previous)
+        if leaves and held.earlier() is None:
+            lane.begin_forward(held.layout.nbytes)
         self._last, self._index = weakref.ref(held), index
         if leaves and held.can_leave:
             self._check_budget(held.layout.nbytes)

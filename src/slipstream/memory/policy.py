@@ -41,6 +41,7 @@ MOST_GIB = 2**20
 """A pebibyte."""
 ActivationsChoice = Literal["auto", "keep", "recompute", "offload"]
 BuffersChoice = Literal["auto"] | Annotated[int, Ge(1), Le(MOST_BUFFERS)]
+HostLimit = Annotated[float, Gt(0), Le(MOST_GIB)] | None
 MARGIN = 0.8
 """Share of the free memory that a prediction may fill: the formula is not exact and the allocator fragments."""
 HELD = "weights, gradients and optimizer"
@@ -55,7 +56,7 @@ class MemoryOptions:
     """``keep``, ``recompute`` in the backward, ``offload`` to the host; ``auto``: the cheapest that fits, by layer."""
     buffers: BuffersChoice = "auto"
     """Device buffers for reloading offloaded activations; ``auto`` takes two where there is memory for the second."""
-    host_limit: Annotated[float, Gt(0), Le(MOST_GIB)] | None = None
+    host_limit: HostLimit = None
     """GiB of a machine's host memory that offloaded activations may take, in equal parts for its processes, and never
     more than is free; without it, 80% of what is free."""
     tiles: TilesChoice = "auto"

@@ -58,6 +58,9 @@ class Transfers(Protocol):
     def memory(self) -> DeviceMemory | None:
         """The device's memory as it stands; None where reload buffers compete for nothing scarce."""
 
+    def forget_peak(self) -> None:
+        """Count the peak from here on, for everybody who reads it in this process."""
+
     def pin(self, memory: torch.Tensor) -> bool:
         """Lock host memory into place; false where the system refuses."""
 
@@ -98,6 +101,9 @@ class HostTransfers:
     def memory(self) -> DeviceMemory | None:
         """None: a buffer in the host's memory is no dearer than where its contents wait."""
         return None
+
+    def forget_peak(self) -> None:
+        """No peak is counted."""
 
     def pin(self, memory: torch.Tensor) -> bool:
         """No device reads this memory, so there is nothing to lock: counts as done."""
@@ -173,6 +179,10 @@ class CudaTransfers:
             allocated=int(stats["allocated_bytes.all.current"]),
             peak=int(stats["allocated_bytes.all.peak"]),
         )
+
+    def forget_peak(self) -> None:
+        """See ``Transfers``; asks the allocator, not the device."""
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     def pin(self, memory: torch.Tensor) -> bool:
         """Register the pages with CUDA: exact sizes, where PyTorch's own pinned allocator rounds to powers of two."""

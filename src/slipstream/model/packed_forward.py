@@ -45,8 +45,12 @@ class PackedForward:
         if self.packing.on:
             self.rotary = by_document(decoder, lambda: self.current)
         self.hooks = [decoder.register_forward_pre_hook(self._enter, with_kwargs=True)]
+        if base.config.get_text_config() is not base.config:
+            self.hooks.append(base.register_forward_pre_hook(self._spare_mask, with_kwargs=True))
         for module in dict.fromkeys((decoder, base, model)):
-            self.hooks.append(module.register_forward_pre_hook(self._refuse, with_kwargs=True, prepend=True))
+            self.hooks.append(
+                module.register_forward_pre_hook(partial(self._refuse, decoder), with_kwargs=True, prepend=True)
+            )
             self.hooks.append(module.register_forward_hook(partial(self._leave, decoder), with_kwargs=True))
 
     def detach(self) -> None:
@@ -55,16 +59,27 @@ class PackedForward:
             hook.remove()
         by_row(self.rotary)
 
-    def _refuse(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _refuse(self, decoder: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("segments") is None:
             return
-        if kwargs.get("attention_mask") is not None:
+        mask = kwargs.get("attention_mask")
+        if mask is not None and not (module is decoder and _is_placeholder(mask)):
             raise InputError(
-                f"attention_mask of shape {list(kwargs['attention_mask'].shape)} beside segments: a mask would make "
-                f"the boundaries ambiguous; give one of them (PackedCollator makes no mask)"
+                f"attention_mask of shape {_shape(mask)} beside segments: a mask would make the boundaries ambiguous; "
+                f"give one of them (PackedCollator makes no mask)"
             )
         if not self.packing.on:
             raise InputError(f"this model can't be trained packed: {self.packing.reason}")
+
+    def _spare_mask(
+        self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Keep a model of several parts from making T x T masks for its decoder, which would be laid aside there."""
+        tokens = args[0] if args else kwargs.get("input_ids")
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        if kwargs.get("segments") is None or tokens is None:
+            return None
+        return args, dict(kwargs, attention_mask=mask_placeholder(tokens.device))
 
     def _enter(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -125,3 +140,16 @@ class PackedForward:
                 f"documents would see each other; set packing.enabled: false"
             )
         self.checked = True
+
+
+def _is_placeholder(mask: Any) -> bool:
+    """Whether a mask, or each of several by kind of layer, says nothing."""
+    each = list(mask.values()) if isinstance(mask, dict) else [mask]
+    return all(isinstance(one, torch.Tensor) and one.numel() == 1 for one in each)
+
+
+def _shape(mask: Any) -> object:
+    """A mask's shape, or the shapes of several by kind of layer, for a message."""
+    if isinstance(mask, dict):
+        return {kind: _shape(one) for kind, one in mask.items()}
+    return list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from slipstream.cost.settings import draws_by_itself
 from slipstream.cost.tiles import TilesChoice, tile_tokens
 from slipstream.decision import Decision
 from slipstream.errors import InputError
@@ -280,7 +281,8 @@ def _weights_obstacle(base: Any, layers: Sequence[Any]) -> str | None:
 
 
 def _draws(module: nn.Module) -> bool:
-    return any(isinstance(m, _DropoutNd) and m.p > 0 for m in module.modules())
+    """Whether it draws random numbers in training: by a dropout module, or by a number of its own."""
+    return any((isinstance(m, _DropoutNd) and m.p > 0) or draws_by_itself(m) for m in module.modules())
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from nested import nested_model
 from packed import FAMILIES, model_of
 from slipstream import InputError
 from slipstream.cost.hardware import Device
@@ -138,3 +139,11 @@ def test_the_needs_of_each_family(family: str) -> None:
     dropping = Needs.of(model_of(family, attention_dropout=0.25))
     assert dropping.dropout == 0.25
     assert dropping.extras()[-1] == "dropout"
+
+
+def test_dropout_of_attention_is_found_by_whatever_name() -> None:
+    """A kernel that has none would leave it out in silence."""
+    assert Needs.of(nested_model(attention_dropout=0.25)).dropout == 0.25
+    model = model_of("llama")
+    model.config.attn_pdrop, model.config.resid_pdrop = 0.125, 0.5
+    assert Needs.of(model).dropout == 0.125

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from slipstream.cost.settings import attention_dropout
 from slipstream.device.segments import Segments
 
 HALF = (torch.bfloat16, torch.float16)
@@ -74,7 +75,7 @@ class Needs:
         return cls(
             head_width=getattr(config, "qk_head_dim", None) or width,
             value_width=getattr(config, "v_head_dim", None) or width,
-            dropout=float(getattr(config, "attention_dropout", 0.0) or 0.0),
+            dropout=attention_dropout(config.to_dict()),
             softcap=getattr(config, "attn_logit_softcapping", None) is not None,
             sinks=any(isinstance(getattr(m, "sinks", None), nn.Parameter) for m in attentions),
         )
