@@ -51,8 +51,9 @@ def text_values(config: Any) -> Mapping[str, Any]:
         inner = config.get("text_config")
         return {**config, **inner} if isinstance(inner, Mapping) else config
     text = config.get_text_config()
-    known = (*MOST, *NAMES["experts"], "num_experts_per_tok", "sliding_window")
-    return {**text.to_dict(), **{key: getattr(text, key) for key in known if hasattr(text, key)}}
+    values = text.to_dict()
+    renamed = {key: values.get(own) for key, own in text.attribute_map.items() if own not in MOST}
+    return {**values, **renamed}
 
 
 def _whole(value: Any) -> int | None:
@@ -75,6 +76,12 @@ def _head_faults(values: Mapping[str, Any]) -> Iterator[str]:
     heads, shared = _whole(values.get("num_attention_heads")), _whole(values.get("num_key_value_heads"))
     if heads and shared and heads > 0 and shared > 0 and heads % shared:
         yield f"{heads:,} attention heads, not a multiple of its {shared:,} key and value heads"
+    hidden = next((size for key in NAMES["hidden"] if (size := _whole(values.get(key)))), 0)
+    among = next((size for key in NAMES["heads"] if (size := _whole(values.get(key)))), 0)
+    width = _whole(values.get("head_dim")) or (hidden // among if among > 0 else 0)
+    turned = _whole(values.get("rotary_dim"))
+    if turned is not None and 0 < width < turned:
+        yield f"rotary_dim {turned:,} > {width:,}, the width of a head"
 
 
 def _expert_faults(values: Mapping[str, Any]) -> Iterator[str]:

@@ -36,6 +36,10 @@ REMOTE_CODE = "read that code, then set load.trust_remote_code: true, or use a m
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken", "*.spm")
+TABLES_OF_POSITIONS = frozenset(
+    {"biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt"}
+)
+"""Families that look each position up, learned or computed before: there is none beyond the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +81,8 @@ def load(
     """Model and tokenizer; see ``load_model`` and ``load_tokenizer``."""
     check_revision(model, options)
     source = _checked(_locate(model))
-    tokenizer = _tokenizer(source, options)  # first: it is cheap, and what is wrong with it is then known early
+    load_config(model, options)  # what is wrong with it is known before a tokenizer is made by it
+    tokenizer = _tokenizer(source, options)  # before weights: it is cheap, and what is wrong with it then known early
     return _model(source, options, trainable, device), tokenizer
 
 
@@ -149,16 +154,17 @@ def context_length(model_config: "PreTrainedConfig") -> int | None:
 def check_context(config: "PreTrainedConfig", longest: int, max_length_key: str) -> Decision | None:
     """What to tell where the longest document (tokens) exceeds the model's context; None where it does not.
 
-    Not an error: rotary positions go on beyond the limit, and training longer contexts is what some runs are for.
+    No error for most: rotary positions go on beyond the limit, and training longer contexts is what some runs are for.
+    Raises ``InputError`` for a model that looks positions up in a table, which ends there.
     """
     limit = context_length(config)
     if limit is None or longest <= limit:
         return None
-    reason = (
-        f"documents of up to {longest:,} tokens > the model's {limit:,} positions: it was not made for those beyond; "
-        f"set {max_length_key}: {limit} with data.overlong: truncate, drop or split"
-    )
-    return Decision("context", False, reason)
+    told = f"documents of up to {longest:,} tokens > the model's {limit:,} positions"
+    remedy = f"set {max_length_key}: {limit} with data.overlong: truncate, drop or split"
+    if config.get_text_config().model_type in TABLES_OF_POSITIONS:
+        raise InputError(f"{told}: it looks them up in a table, which has no more; {remedy}")
+    return Decision("context", False, f"{told}: it was not made for those beyond; {remedy}")
 
 
 def resolve_dtype(options: LoadOptions, trainable: bool, device: "torch.device | str") -> str:

@@ -301,7 +301,7 @@ def _decisions(recipe: Recipe, found: Facts, target: Target, taken: Taken, made:
     yield Decision("bf16", device.bf16, f"{device.name} {half}")
     if recipe.train.sharding != "none":
         yield Decision("sharding", False, f"a plan is for one process, with all weights in it, and {ALONE}")
-    context = check_context(found.model.config, int(found.lengths.max()), "data.max_length")
+    context = check_context(found.model.config, found.longest, "data.max_length")
     if context is not None:
         yield context
 
