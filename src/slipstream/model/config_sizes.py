@@ -50,7 +50,7 @@ def text_values(config: Any) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         inner = config.get("text_config")
         return {**config, **inner} if isinstance(inner, Mapping) else config
-    text = config.get_text_config()
+    text = config.get_text_config(decoder=True)
     values = text.to_dict()
     renamed = {key: values.get(own) for key, own in text.attribute_map.items() if own not in MOST}
     return {**values, **renamed}
