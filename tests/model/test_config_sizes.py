@@ -67,5 +67,7 @@ def test_sizes_that_no_model_has(values: dict[str, Any], told: str) -> None:
 
 def test_all_faults_are_told_at_once_and_those_of_a_text_model_in_a_larger_one() -> None:
     inner = {"hidden_size": -1, "num_attention_heads": 4, "num_key_value_heads": 3, "num_experts": -2}
-    with pytest.raises(InputError, match=r"hidden_size -1 < 1; 4 attention heads, .* 3 key .*; num_experts -2 < 1; mend"):
+    with pytest.raises(
+        InputError, match=r"hidden_size -1 < 1; 4 attention heads, .* 3 key .*; num_experts -2 < 1; mend"
+    ):
         check_sizes(text_values({"model_type": "gemma3", "hidden_size": 4, "text_config": inner}), "it")
