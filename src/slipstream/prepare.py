@@ -178,8 +178,9 @@ def build_model(recipe: Recipe, device: torch.device) -> Any:
 
 def checked_tokenizer(recipe: Recipe) -> Any:
     """The recipe's tokenizer; ``InputError`` where the model has no embedding for tokens of its own vocabulary."""
+    config = load_config(recipe.model, recipe.load)  # first: tokenizers are loaded by it, whatever it says
     tokenizer = load_tokenizer(recipe.model, recipe.load)
-    check_vocabulary(load_config(recipe.model, recipe.load), tokenizer, recipe.model)
+    check_vocabulary(config, tokenizer, recipe.model)
     return tokenizer
 
 

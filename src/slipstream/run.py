@@ -114,13 +114,15 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks)
     with ranks.together():
         use_template(tokenizer, recipe.data.chat_template)
         check_schedule(recipe.train, planned_steps(recipe, len(train_rows.rows), ranks.count))
+        longest = max(int(rows.tokenised.lengths.max()) for rows in (train_rows, eval_rows) if rows is not None)
+        context = check_context(sketch.config, longest, "data.max_length")
 
     console.print(f"loading {recipe.model}")
     model = ranks.in_turn(lambda: build_model(recipe, device))
     autocast: torch.dtype = getattr(torch, compute_dtype(describe(device)))
     with ranks.together():
-        decided = _applied(recipe, model, autocast, [rows for rows in (train_rows, eval_rows) if rows is not None])
-    decided += filter(None, [left_out(sketch, recipe.adapter)])
+        decided = _applied(recipe, model, autocast)
+    decided += filter(None, [context, left_out(sketch, recipe.adapter)])
     for decision in decided:
         console.print(f"  {decision}")
     record = describe_run(recipe, model, device, train_rows, eval_rows, decided)
@@ -131,7 +133,7 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks)
     return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record, ranks), autocast
 
 
-def _applied(recipe: Recipe, model: nn.Module, autocast: torch.dtype, sets: list[Rows]) -> list[Decision]:
+def _applied(recipe: Recipe, model: nn.Module, autocast: torch.dtype) -> list[Decision]:
     """Apply to ``model`` what fits it, and give every decision about it."""
     memory = recipe.memory
     options = Options(
@@ -143,9 +145,7 @@ def _applied(recipe: Recipe, model: nn.Module, autocast: torch.dtype, sets: list
         compute_dtype=autocast,
     )
     apply(model, options)
-    longest = max(int(rows.tokenised.lengths.max()) for rows in sets)
-    context = check_context(model.config, longest, "data.max_length")
-    return [*run_decisions(recipe, model), *([] if context is None else [context])]
+    return run_decisions(recipe, model)
 
 
 def _planned(

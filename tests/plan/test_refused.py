@@ -170,6 +170,65 @@ def test_a_tokenizer_beyond_the_vocabulary_is_refused(tmp_path: Path, vocabulary
     assert told in planned
 
 
+UNMAKEABLE: list[tuple[str, Any, str]] = [
+    ("llama", {"intermediate_size": -5}, "has intermediate_size -5 < 1; mend its config.json"),
+    ("llama", {"intermediate_size": 0}, "has intermediate_size 0 < 1; mend"),
+    ("llama", {"num_attention_heads": 0}, "has num_attention_heads 0 < 1; mend"),
+    ("qwen3", {"head_dim": -1}, "has head_dim -1 < 1; mend"),
+    ("llama", {"vocab_size": 10**13}, "has vocab_size 10,000,000,000,000 > 67,108,864, the most that is reckoned"),
+    ("llama", {"hidden_size": 10**12}, "has hidden_size 1,000,000,000,000 > 1,048,576, the most"),
+    ("llama", {"num_hidden_layers": 10**12}, "has num_hidden_layers 1,000,000,000,000 > 4,096, the most"),
+    ("gpt_oss", {"num_local_experts": -4}, "has num_local_experts -4 < 1; mend"),
+    ("gpt_oss", {"num_local_experts": 0}, "has num_local_experts 0 < 1; mend"),
+    ("gpt_oss", {"num_experts_per_tok": 999}, "has num_experts_per_tok 999 > num_local_experts 4: a token can't go to"),
+    ("gpt_oss", {"sliding_window": -10}, "has sliding_window -10 < 1 (null is no window); mend"),
+    ("llama", {"hidden_size": -1, "head_dim": 0}, "has hidden_size -1 < 1; head_dim 0 < 1; mend"),
+    ("gptj", {"rotary_dim": 17}, "has rotary_dim 17 > 16, the width of a head; mend"),
+    ("llama", {"pad_token_id": 10**9}, "no model can be made of the config of"),
+    ("llama", [], "config.json holds no mapping of names to values; take the whole config.json"),
+    ("llama", None, "config.json holds no mapping of names to values"),
+    ("llama", "llama", "config.json holds no mapping of names to values"),
+]
+"""What is written into a model's config.json, or in its stead."""
+
+
+@pytest.mark.parametrize(("family", "written", "told"), UNMAKEABLE, ids=lambda value: str(value)[:40])
+def test_a_configuration_of_which_no_model_can_be_made(tmp_path: Path, family: str, written: Any, told: str) -> None:
+    recipe = recipe_of(tmp_path, family, [])
+    path = tmp_path / "model" / "config.json"
+    changed = {**json.loads(path.read_text()), **written} if isinstance(written, dict) else written
+    path.write_text(json.dumps(changed))
+    planned = refusal(command.plan, recipe, device="h200")
+    assert planned == refusal(run.train, recipe, resume=False)
+    assert told in planned
+
+
+@pytest.mark.parametrize(
+    ("family", "fails", "rows"), [("gpt2", True, "train"), ("opt", True, "eval"), ("llama", False, "eval")]
+)
+def test_documents_beyond_the_models_positions(tmp_path: Path, family: str, fails: bool, rows: str) -> None:
+    """Refused before weights are read where positions are looked up in a table; told where they go on."""
+    path = recipe_file(tmp_path, family, max_position_embeddings=24)
+    short = tmp_path / "short.jsonl"
+    short.write_text('{"text": "xxxxxxxxxxxxxxxxx"}\n' * 12)
+    sets = [f"data.train={short}", f"data.eval={tmp_path / 'rows.jsonl'}"] if rows == "eval" else []
+    recipe = load_recipe(path, ["packing.tokens=256", "train.steps=1", "load.dtype=float32", *sets])
+    told = "documents of up to 32 tokens > the model's 24 positions: "
+    if fails:
+        planned = refusal(command.plan, recipe, device="h200")
+        assert planned == refusal(run.train, recipe, resume=False)
+        assert planned.startswith(f"{told}it looks them up in a table, which has no more; set data.max_length: 24")
+        cut = load_recipe(path, ["packing.tokens=256", "train.steps=1", "data.max_length=24", "data.overlong=truncate"])
+        assert run.train(cut, resume=False, console=Console(file=io.StringIO())).steps == 1
+        return
+    document, fits = command.plan(recipe, device=None, console=Console(file=io.StringIO()))
+    assert fits
+    run.train(recipe, resume=False, console=Console(file=io.StringIO()))
+    recorded = json.loads((tmp_path / "out" / "run.json").read_text())
+    reasons = [item["reason"] for tree in (document, recorded) for item in tree["decisions"] if told in item["reason"]]
+    assert len(reasons) == 2
+
+
 @pytest.mark.parametrize("verb", ["plan", "train"])
 @pytest.mark.parametrize(
     "override",

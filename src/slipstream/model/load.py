@@ -22,6 +22,7 @@ from slipstream.cost.hardware import compute_dtype, describe
 from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.model import gguf
+from slipstream.model.config_sizes import check_sizes, text_values
 from slipstream.model.loaded import check_whole
 from slipstream.model.new_tokens import check_named
 from slipstream.model.quantize import Quantize, keep_trainable, nf4_config
@@ -35,6 +36,10 @@ REMOTE_CODE = "read that code, then set load.trust_remote_code: true, or use a m
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken", "*.spm")
+TABLES_OF_POSITIONS = frozenset(
+    {"biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt"}
+)
+"""Families that look each position up, learned or computed before: there is none beyond the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +81,8 @@ def load(
     """Model and tokenizer; see ``load_model`` and ``load_tokenizer``."""
     check_revision(model, options)
     source = _checked(_locate(model))
-    tokenizer = _tokenizer(source, options)  # first: it is cheap, and what is wrong with it is then known early
+    load_config(model, options)  # what is wrong with it is known before a tokenizer is made by it
+    tokenizer = _tokenizer(source, options)  # before weights: it is cheap, and what is wrong with it then known early
     return _model(source, options, trainable, device), tokenizer
 
 
@@ -148,16 +154,17 @@ def context_length(model_config: "PreTrainedConfig") -> int | None:
 def check_context(config: "PreTrainedConfig", longest: int, max_length_key: str) -> Decision | None:
     """What to tell where the longest document (tokens) exceeds the model's context; None where it does not.
 
-    Not an error: rotary positions go on beyond the limit, and training longer contexts is what some runs are for.
+    No error for most: rotary positions go on beyond the limit, and training longer contexts is what some runs are for.
+    Raises ``InputError`` for a model that looks positions up in a table, which ends there.
     """
     limit = context_length(config)
     if limit is None or longest <= limit:
         return None
-    reason = (
-        f"documents of up to {longest:,} tokens > the model's {limit:,} positions: it was not made for those beyond; "
-        f"set {max_length_key}: {limit} with data.overlong: truncate, drop or split"
-    )
-    return Decision("context", False, reason)
+    told = f"documents of up to {longest:,} tokens > the model's {limit:,} positions"
+    remedy = f"set {max_length_key}: {limit} with data.overlong: truncate, drop or split"
+    if config.get_text_config().model_type in TABLES_OF_POSITIONS:
+        raise InputError(f"{told}: it looks them up in a table, which has no more; {remedy}")
+    return Decision("context", False, f"{told}: it was not made for those beyond; {remedy}")
 
 
 def resolve_dtype(options: LoadOptions, trainable: bool, device: "torch.device | str") -> str:
@@ -278,7 +285,15 @@ def _causal_config(name: str, source: _Source, options: LoadOptions) -> "PreTrai
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     _ask_hub(source, options)
-    raw, _ = PreTrainedConfig.get_config_dict(name, revision=options.revision or "main")
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(name, revision=options.revision or "main")
+    except (TypeError, AttributeError):  # what a file that holds no mapping ends in, unless it is a list
+        raw = None
+    if not isinstance(raw, dict):
+        raise InputError(
+            f"model: {source.name}/{CONFIG_FILE} holds no mapping of names to values; take the whole config.json of "
+            "the model, or use another model"
+        )
     model_type, own_code = raw.get("model_type"), "AutoModelForCausalLM" in raw.get("auto_map", {})
     if not isinstance(model_type, str):
         raise InputError(
@@ -292,32 +307,19 @@ def _causal_config(name: str, source: _Source, options: LoadOptions) -> "PreTrai
         )
     if model_type not in CONFIG_MAPPING and not options.trust_remote_code:
         raise InputError(f"model: {source.name} (type {model_type!r}) brings its own code; {REMOTE_CODE}")
+    check_sizes(text_values(raw), source.name)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, **_arguments(options))
     except StrictDataclassError as error:
         told = " ".join(str(error).split())
         raise InputError(f"model: the config of {source.name} is not valid: {told}; mend its config.json") from error
-    _check_sizes(config, source)
+    check_sizes(text_values(config), source.name)
     if not _is_causal(config) and not (own_code and options.trust_remote_code):
         raise InputError(
             f"model: {source.name} ({', '.join(config.architectures or [str(model_type)])}) is not a causal language "
             "model; use a model whose architecture ends in ForCausalLM"
         )
     return config
-
-
-def _check_sizes(config: "PreTrainedConfig", source: _Source) -> None:
-    """Raises ``InputError`` for sizes of which no model can be made."""
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
-        size = getattr(config, name, None)
-        if isinstance(size, int) and size < 1:
-            raise InputError(f"model: the config of {source.name} has {name} {size} < 1; mend its config.json")
-    heads, shared = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
-    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
-        raise InputError(
-            f"model: the config of {source.name} has {heads} attention heads, not a multiple of its {shared} key and "
-            "value heads; mend its config.json"
-        )
 
 
 def _ask_hub(source: _Source, options: LoadOptions) -> None:

@@ -114,6 +114,7 @@ def document_of(
                 "changes": {change.key: change.value for change in way.changes},
                 "device_bytes": round(way.prediction.memory.device_bytes),
                 "seconds": way.prediction.seconds,
+                "costs": list(way.costs),
                 "choices": choices(way.prediction.job),
             }
             for way in ways

@@ -77,6 +77,11 @@ class Facts:
     rows: int = 0
     """Parameters of new tokens' rows, which are trained beside their matrices."""
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document, held-out ones too."""
+        return max(int(lengths.max()) for lengths in (self.lengths, self.eval_lengths) if lengths is not None)
+
     @cached_property
     def packed(self) -> tuple[Decision, Needs | None]:
         """Whether the model can be trained packed, and what its attention then needs of a kernel; asked once."""
@@ -125,8 +130,14 @@ def skeleton(recipe: Recipe) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = load_config(recipe.model, recipe.load)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=recipe.load.trust_remote_code)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=recipe.load.trust_remote_code)
+    except (ValueError, RuntimeError, AssertionError) as error:  # what families and torch themselves refuse
+        told = " ".join(str(error).split())
+        raise InputError(
+            f"model: no model can be made of the config of {recipe.model} ({told}); mend its config.json"
+        ) from error
 
 
 def with_new_tokens(recipe: Recipe, model: Any, tokenizer: Any) -> list[int]:

@@ -32,6 +32,7 @@ from slipstream.cost.step import Times, boundary_seconds, step_times
 from slipstream.cost.tiles import TilesChoice, tile_tokens
 from slipstream.data.packing import PackingReport, pack
 from slipstream.decision import Decision
+from slipstream.errors import InputError
 from slipstream.memory.checkpointing import check_recomputes
 from slipstream.memory.host_budget import UNLIMITED, HostBudget, budget_of
 from slipstream.memory.offload import buffer_count
@@ -161,14 +162,33 @@ def packing_of(recipe: Recipe, found: Facts, *, held_out: bool = False) -> tuple
     """What packing (or padding) makes of documents, cut to what a row holds, and their lengths then; made once for all
     predictions that ask the same.
     """
-    options, limit = recipe.packing, recipe.data.max_length or recipe.packing.tokens
+    options, limit, overlong = recipe.packing, document_limit(recipe), recipe.data.overlong
     batch = None if options.enabled else options.rows  # packed rows are the same whatever number makes a batch
-    asked = (held_out, limit, options.tokens, options.window, batch, recipe.train.seed)
+    asked = (held_out, limit, overlong, options.tokens, options.window, batch, recipe.train.seed)
     if asked not in found.packings:
         lengths = found.eval_lengths if held_out else found.lengths
         assert lengths is not None
-        found.packings[asked] = _packed(recipe, np.minimum(lengths, limit))
+        found.packings[asked] = _packed(recipe, _limited(lengths, limit, overlong))
     return found.packings[asked]
+
+
+def document_limit(recipe: Recipe) -> int:
+    """The most tokens that a document may have."""
+    return recipe.data.max_length or recipe.packing.tokens
+
+
+def _limited(lengths: Lengths, limit: int, overlong: str) -> Lengths:
+    """Lengths of what ``overlong`` leaves of documents. Raises ``InputError`` where that is nothing."""
+    if overlong == "drop":
+        lengths = lengths[lengths <= limit]
+        if not len(lengths):
+            raise InputError(
+                f"data.overlong: drop leaves no document of at most {limit:,} tokens; raise packing.tokens"
+            )
+    if overlong == "split":
+        whole, rest = np.divmod(lengths, limit)
+        lengths = np.concatenate([np.full(int(whole.sum()), limit), rest[rest > 0]])
+    return np.minimum(lengths, limit)
 
 
 def _packed(recipe: Recipe, lengths: Lengths) -> tuple[PackingReport, Lengths]:
@@ -329,7 +349,7 @@ def _decisions(recipe: Recipe, found: Facts, target: Target, taken: Taken, made:
     yield Decision("bf16", device.bf16, f"{device.name} {half}")
     if recipe.train.sharding != "none":
         yield Decision("sharding", False, f"a plan is for one process, with all weights in it, and {ALONE}")
-    context = check_context(found.model.config, int(found.lengths.max()), "data.max_length")
+    context = check_context(found.model.config, found.longest, "data.max_length")
     if context is not None:
         yield context
 

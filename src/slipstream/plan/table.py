@@ -91,11 +91,12 @@ def remedy_lines(prediction: Prediction, ways: list[Remedy]) -> Iterator[str]:
     if not ways:
         yield "no three changes of this recipe make it fit: take a smaller model, or a larger device"
         return
-    yield "to make it fit, fastest first:"
+    order = " by any one of these (what learns the same first, then by the time a token takes)"
+    yield f"to make it fit{order if len(ways) > 1 else ''}:"
     for way in ways:
         flags = " ".join(f"--set {change}" for change in way.changes)
         took = f"{bytes_text(way.prediction.memory.device_bytes)}, {time_text(way.prediction.seconds)} in all"
-        yield f"  {flags}   ({took})"
+        yield f"  {flags}   ({'; '.join([took, *way.costs])})"
 
 
 def seconds_text(seconds: float) -> str:
