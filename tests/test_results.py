@@ -313,8 +313,10 @@ def run(finished: Path, tmp_path: Path) -> Path:
     """A run whose base lies beside it, both to be changed at will."""
     shutil.copytree(finished / "base", tmp_path / "base")
     shutil.copytree(finished / "run", tmp_path / "run")
-    record = (tmp_path / "run/run.json").read_text()
-    (tmp_path / "run/run.json").write_text(record.replace(str(finished / "base"), str(tmp_path / "base")))
+    for name in ("run.json", "adapter/adapter_config.json"):
+        record = (tmp_path / "run" / name).read_text()
+        assert str(finished / "base") in record
+        (tmp_path / "run" / name).write_text(record.replace(str(finished / "base"), str(tmp_path / "base")))
     return tmp_path / "run"
 
 
@@ -441,6 +443,48 @@ def test_the_base_is_another(other: dict[str, int], run: Path, merge: Command, t
     assert "adapter was trained on a model of" in message
     assert message.endswith("use the base model it was trained on")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
+
+
+@pytest.mark.parametrize("other", [{"num_hidden_layers": 3}, {"hidden_size": 48}])
+def test_generate_tells_of_another_base_as_merge_does(other: dict[str, int], run: Path, tmp_path: Path) -> None:
+    base_of(tmp_path / "base", **other)
+    with pytest.raises(
+        InputError, match=r"adapter was trained on a model of [\d,]+ parameters, and .* has [\d,]+; use"
+    ):
+        answer_of(run)
+
+
+def test_other_weights_of_the_same_shape(run: Path, merge: Command, tmp_path: Path) -> None:
+    before = load_file(tmp_path / "base/model.safetensors")
+    torch.manual_seed(77)
+    base_of(tmp_path / "base")
+    after = load_file(tmp_path / "base/model.safetensors")
+    assert {name: value.shape for name, value in before.items()} == {name: value.shape for name, value in after.items()}
+    message = refused(merge(run, "--out", tmp_path / "out", "--json"))
+    assert f"adapter was trained on {tmp_path / 'base'} with the fingerprint" in message
+    assert "another model of the same shape; put the weights it was trained on back" in message
+    with pytest.raises(InputError, match="another model of the same shape"):
+        answer_of(run)
+
+
+def test_the_adapter_of_another_run(run: Path, merge: Command, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    other = run_of(tmp_path / "elsewhere", base_of(tmp_path / "elsewhere/base"))
+    shutil.rmtree(run / "adapter")
+    shutil.copytree(other / "adapter", run / "adapter")
+    told = f"was trained on {tmp_path / 'elsewhere/base'} by its adapter_config.json, and the run's base model is"
+    assert told in refused(merge(run, "--out", tmp_path / "out", "--json"))
+    with pytest.raises(InputError, match=told):
+        answer_of(run)
+
+
+def test_a_run_without_a_fingerprint_is_told(run: Path, merge: Command, tmp_path: Path) -> None:
+    record = json.loads((run / "run.json").read_text())
+    assert record.pop("base")["digest"]
+    (run / "run.json").write_text(json.dumps(record))
+    code, out, err = merge(run, "--out", tmp_path / "out")
+    assert code == 0, err
+    assert "that the run was trained on can't be told: it recorded no fingerprint" in " ".join((out + err).split())
 
 
 def test_no_space(run: Path, merge: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

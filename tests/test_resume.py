@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -201,6 +202,55 @@ def test_another_model_in_its_place_is_refused(project: Path) -> None:
     with pytest.raises(InputError, match=r"the model has [\d,]+ parameters, adapters included, and had [\d,]+ when"):
         go(data__eval="held.jsonl", train__steps=3)
     assert contents(project / "run") == before
+
+
+@pytest.mark.parametrize("kind", ["lora", "none"])
+def test_other_weights_of_the_same_shape_are_refused(project: Path, kind: str) -> None:
+    """Not where all weights are trained: the checkpoint has them."""
+    full = {} if kind == "lora" else {"output": "full", "adapter__kind": "none"}
+    if full:
+        go(resume=False, **full)
+    torch.manual_seed(77)
+    tiny_model().save_pretrained(project / "base")
+    before = contents(project / "run")
+    if full:
+        assert go(train__steps=3, **full)[0].steps == 3
+        return
+    with pytest.raises(InputError, match=r"with the fingerprint .* another model of the same shape; put the weights"):
+        go(data__eval="held.jsonl", train__steps=3)
+    assert contents(project / "run") == before
+
+
+def test_rows_with_other_labels_are_refused(project: Path) -> None:
+    """The same tokens in the same documents, one of which has another token to learn; no sample of them holds it."""
+    pairs = [{"prompt": f"{i}?", "completion": "abcdef"} for i in range(200)]
+    rows, settings = (
+        project / "many.jsonl",
+        {"data__train": "many.jsonl", "output": "many", "data__chat_template": "none"},
+    )
+    rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    go(resume=False, **settings)
+    pairs[1] = {"prompt": "1?a", "completion": "bcdef"}
+    rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    before, record = contents(project / "many"), RunFolder(project / "many").read_run()
+    with pytest.raises(InputError, match=r"data.train holds other rows than when the run"):
+        go(train__steps=3, **settings)
+    assert contents(project / "many") == before
+    go(resume=False, **{**settings, "output": "again"})
+    again = RunFolder(project / "again").read_run()
+    assert again["rows"] == record["rows"]  # lengths and sample: the case is one that they miss
+
+
+def test_a_run_without_fingerprints_goes_on_and_is_told(project: Path) -> None:
+    record = json.loads((project / "run/run.json").read_text())
+    del record["base"], record["contents"]
+    (project / "run/run.json").write_text(json.dumps(record))
+    _, said = go(data__eval="held.jsonl", train__steps=3)
+    assert "whether all rows are as they were can't be told" in said
+    assert f"whether {project / 'base'} still has the weights that the run was trained on can't be told" in said
+    after = RunFolder(project / "run").read_run()
+    assert after["base"]["digest"] is not None
+    assert after["contents"]["train"] is not None
 
 
 def test_other_held_out_rows_begin_their_evaluations_anew(project: Path) -> None:

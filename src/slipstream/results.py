@@ -16,6 +16,7 @@ from rich.console import Console
 
 from slipstream.cost.hardware import Device, compute_dtype
 from slipstream.errors import InputError
+from slipstream.model.base_weights import TrainedOn, check_base, check_named_base
 from slipstream.model.generate import generate_text
 from slipstream.model.load import load_model, load_tokenizer, stored_dtype
 from slipstream.model.lora import load_adapter
@@ -32,6 +33,7 @@ from slipstream.model.quantize import dequantise, quantised_modules
 from slipstream.prepare import quiet_libraries
 from slipstream.recipe import Recipe, recipe_from_dict
 from slipstream.train.checkpoint import last_checkpoint
+from slipstream.train.fingerprints import recorded_bases, recorded_digest
 from slipstream.train.records import RunFolder, checked_run
 
 
@@ -72,11 +74,13 @@ def generate(
     recipe = recipe_of(folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source, _ = tuned_weights(folder, recipe, console)
+    trained = _trained_on(folder, recipe, source)
     tokenizer = load_tokenizer(str(source), recipe.load)
-    if _is_lora(recipe):
+    if trained is not None:
         with _base_told(recipe):
             base = load_model(recipe.model, recipe.load, device=device)
         fit_vocabulary(base, tokenizer)
+        _check_base(base, source, trained, recipe, console)
         model = load_adapter(base, source)
     else:
         model = load_model(str(source), replace(recipe.load, revision=None), device=device)
@@ -95,11 +99,14 @@ def merge(run_folder: str, out: str, *, dtype: MergedDtype | None, console: Cons
     target = unused_folder(Path(out))
     recipe = recipe_of(folder)
     source, finished = tuned_weights(folder, recipe, console)
+    trained = _trained_on(folder, recipe, source)
     with written_whole(target) as built:
         tokenizer = load_tokenizer(str(source), recipe.load)
-        console.print(f"merging {source} into {recipe.model}" if _is_lora(recipe) else f"reading {source}")
-        make = _merged if _is_lora(recipe) else _converted
-        model = make(folder, recipe, source, tokenizer, dtype)
+        console.print(f"merging {source} into {recipe.model}" if trained else f"reading {source}")
+        if trained is None:
+            model = _converted(folder, recipe, source, dtype)
+        else:
+            model = _merged(folder, recipe, (source, trained), tokenizer, dtype, console)
         save_model(model, tokenizer, built)
     summary = MergeSummary(
         out=str(target),
@@ -139,17 +146,41 @@ def _is_lora(recipe: Recipe) -> bool:
     return recipe.adapter.kind == "lora"
 
 
-def _merged(folder: RunFolder, recipe: Recipe, adapter: Path, tokenizer: Any, dtype: MergedDtype | None) -> Any:
+def _trained_on(folder: RunFolder, recipe: Recipe, adapter: Path) -> TrainedOn | None:
+    """What the run's adapter was trained on, None for a run without one; ``InputError`` where it names another base."""
+    if not _is_lora(recipe):
+        return None
+    record = checked_run(folder, "parameters.total", "parameters.trainable")
+    names = (recipe.model, *recorded_bases(record))
+    check_named_base(adapter, names)
+    parameters = record["parameters"]
+    base_parameters = parameters["total"] - parameters["trainable"]  # a run with an adapter trains what it adds
+    return TrainedOn(names, base_parameters, recorded_digest(record))
+
+
+def _check_base(base: Any, adapter: Path, trained: TrainedOn, recipe: Recipe, console: Console) -> None:
+    if told := check_base(base, adapter, trained, recipe.load.revision):
+        console.print(told)
+
+
+def _merged(
+    folder: RunFolder,
+    recipe: Recipe,
+    source: tuple[Path, TrainedOn],
+    tokenizer: Any,
+    dtype: MergedDtype | None,
+    console: Console,
+) -> Any:
     """The base with the adapter: added to as it is stored where that is the dtype asked for, else in float32."""
-    record = checked_run(folder, "parameters.total", "parameters.trainable", "device")
+    record = checked_run(folder, "device")
+    adapter, trained = source
     with _base_told(recipe):
         stored = _base_dtype(recipe, record)
     wanted = dtype or stored
     base = _plain_base(recipe, record, wanted, stored)
     fit_vocabulary(base, tokenizer)
-    parameters = record["parameters"]
-    base_parameters = parameters["total"] - parameters["trainable"]  # a run with an adapter trains what it adds
-    return merge_adapter(base, adapter, dtype=wanted, base_parameters=base_parameters)
+    _check_base(base, adapter, trained, recipe, console)
+    return merge_adapter(base, adapter, dtype=wanted, base_parameters=trained.parameters)
 
 
 def _plain_base(recipe: Recipe, record: dict[str, Any], wanted: MergedDtype, stored: MergedDtype) -> Any:
@@ -170,7 +201,7 @@ def _plain_base(recipe: Recipe, record: dict[str, Any], wanted: MergedDtype, sto
     return base
 
 
-def _converted(folder: RunFolder, recipe: Recipe, model: Path, _: Any, dtype: MergedDtype | None) -> Any:
+def _converted(folder: RunFolder, recipe: Recipe, model: Path, dtype: MergedDtype | None) -> Any:
     """The fully tuned model; its base is asked for nothing but its dtype."""
     with _base_told(recipe, "give the merged model's --dtype"):
         wanted = dtype or _base_dtype(recipe, checked_run(folder, "device"))

@@ -29,10 +29,12 @@ from rich.console import Console
 from slipstream.cost.tiles import tile_tokens
 from slipstream.data.rows import DataOptions
 from slipstream.errors import InputError
+from slipstream.model.base_weights import other_weights
 from slipstream.prepare import planned_steps
 from slipstream.recipe import Recipe
 from slipstream.recipe_paths import PATHS, absolute, is_there, paths, with_absolute_paths, with_values
 from slipstream.train.checkpoint import checkpoint_step, checkpoint_until, last_checkpoint
+from slipstream.train.fingerprints import not_recorded, recorded_contents, recorded_digest
 from slipstream.train.ranks import Ranks
 from slipstream.train.records import (
     EvalLog,
@@ -105,6 +107,8 @@ class TakenUp:
     """The last evaluation on these held-out rows."""
     evals_since: int | None
     """The step after which the held-out rows became others; None where they never did."""
+    told: tuple[str, ...]
+    """What there is to say of fingerprints that an older run lacks."""
 
 
 @contextmanager
@@ -158,7 +162,8 @@ def take_up(
     """
     step, before = checkpoint_step(checkpoint), folder.read_run()
     _refuse_other_things(folder, before, record)
-    same_evals = before["rows"]["eval"] == record["rows"]["eval"]
+    contents = [recorded_contents(run, "eval") for run in (before, record)]
+    same_evals = before["rows"]["eval"] == record["rows"]["eval"] and not _differ(*contents)
     record["started"] = before.get("started")
     record["eval_before"] = before.get("eval_before") if same_evals else None
     record["evals_since"] = before.get("evals_since") if same_evals else step
@@ -169,13 +174,13 @@ def take_up(
     if not same_evals:
         _put_aside(folder.evals, step)
     evals = read_records(folder.path).evals
-    return TakenUp(step, evals[-1] if evals else None, record["evals_since"])
+    return TakenUp(step, evals[-1] if evals else None, record["evals_since"], tuple(not_recorded(before, record)))
 
 
 def _refuse_other_things(folder: RunFolder, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Paths and names may be the same and what they name another."""
     remedy = "a resumed run must learn from the same things: bring {} back, or start another run with another output"
-    if before["rows"]["train"] != now["rows"]["train"]:
+    if before["rows"]["train"] != now["rows"]["train"] or _differ(recorded_contents(before), recorded_contents(now)):
         raise InputError(
             f"data.train holds other rows than when the run in '{folder.path}' began; {remedy.format('the rows')}"
         )
@@ -185,6 +190,16 @@ def _refuse_other_things(folder: RunFolder, before: Mapping[str, Any], now: Mapp
             f"the model has {total:,} parameters, adapters included, and had {was:,} when the run in '{folder.path}' "
             f"began; {remedy.format('it')}"
         )
+    was, is_now = recorded_digest(before), recorded_digest(now)
+    if before["recipe"].get("adapter", {}).get("kind") != "none" and _differ(was, is_now):
+        assert was is not None
+        assert is_now is not None
+        raise InputError(f"the run in '{folder.path}' was trained on {other_weights(now['base']['name'], was, is_now)}")
+
+
+def _differ(before: str | None, now: str | None) -> bool:
+    """Whether two fingerprints are there and not the same."""
+    return before is not None and now is not None and before != now
 
 
 def _put_aside(evals: Path, step: int) -> None:

@@ -129,7 +129,9 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks)
     planned = _planned(recipe, (sketch, tokens), model, target, (train_rows, eval_rows))
     record |= {"plan": planned, "processes": ranks.count}
     console.print(f"  {plan_line(record['plan'])}")
-    ranks.agree("the tokenised data", repr(record["rows"]), "give all processes the same files and data set caches")
+    data = repr((record["rows"], record["contents"]))
+    ranks.agree("the tokenised data", data, "give all processes the same files and data set caches")
+    ranks.agree("the base model", str(record["base"]["digest"]), "give all processes the same weights")
     return _Training(recipe, folder, model, tokenizer, train_rows, eval_rows, console, record, ranks), autocast
 
 
@@ -269,6 +271,8 @@ class _Training:
 
     def _go_on(self, resumed: Resumption, checkpoint: Path) -> TakenUp:
         taken = take_up(self.folder, self.record, resumed, checkpoint, self.step_log, self.eval_log)
+        for line in taken.told:
+            self.console.print(line)
         self.console.print(f"going on from step {taken.step:,} ({checkpoint})")
         return taken
 

@@ -11,10 +11,12 @@ from torch import nn
 
 from slipstream.cost.hardware import describe
 from slipstream.decision import Decision
+from slipstream.model.base_weights import base_digest
 from slipstream.model.trainable import trainable_summary
 from slipstream.prepare import Rows
 from slipstream.recipe import Recipe
 from slipstream.recipe_paths import with_absolute_paths
+from slipstream.transform import base_model
 from slipstream.versions import SLIPSTREAM, library_versions
 
 
@@ -27,7 +29,7 @@ def describe_run(
     decided: list[Decision],
 ) -> dict[str, Any]:
     """What run.json holds before the first step."""
-    summary = trainable_summary(model)
+    summary, base = trainable_summary(model), base_model(model)
     sets = {"train": train_rows, "eval": eval_rows}
     return {
         "format": 1,
@@ -40,11 +42,13 @@ def describe_run(
         "device": asdict(describe(device)),
         "decisions": [asdict(decision) for decision in decided],
         "rows": {name: rows and rows_digest(rows) for name, rows in sets.items()},
+        "contents": {name: rows and rows.tokenised.content for name, rows in sets.items()},
         "data": {name: rows and asdict(rows.tokenised.account) for name, rows in sets.items()},
         "packing": {
             name: rows and {**asdict(rows.report), "length_histogram": rows.histogram} for name, rows in sets.items()
         },
         "parameters": {"trainable": summary.trainable, "total": summary.total},
+        "base": {"name": base.name_or_path, "digest": base_digest(str(base.name_or_path), recipe.load.revision)},
         "eval_before": None,
         "eval_after": None,
         "best": None,
@@ -52,7 +56,9 @@ def describe_run(
 
 
 def rows_digest(rows: Rows) -> str:
-    """A fingerprint of a data set: every document's length, and the tokens and labels of 64 spread over it."""
+    """Every document's length, and the tokens and labels of 64 spread over the set: all that older runs, which lack
+    ``contents``, can be compared by.
+    """
     documents = rows.tokenised.documents
     digest = hashlib.sha256(rows.tokenised.lengths.tobytes())
     for index in range(0, len(documents), max(1, len(documents) // 64)):

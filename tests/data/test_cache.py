@@ -71,3 +71,19 @@ def test_lengths_are_read_without_the_rows(tmp_path: Path) -> None:
     assert entry.list_lengths("input_ids").tolist() == lengths
     assert [len(ids) for ids in entry.dataset["input_ids"]] == lengths
     assert ArrowCache(tmp_path).write("none", [whole.slice(0, 0)], {}).list_lengths("input_ids").tolist() == []
+
+
+def test_the_fingerprint_is_of_all_values_and_not_of_batches(tmp_path: Path) -> None:
+    def digest_of(name: str, cuts: list[int], change: int | None = None, lengths: list[int] | None = None) -> str:
+        values, sizes = np.arange(1000), np.array(lengths or [100] * 10)
+        if change is not None:
+            values[change] = -100
+        whole = pa.RecordBatch.from_arrays([int32_lists(values, sizes)], names=["labels"])
+        ends = [*cuts, 10]
+        parts = [whole.slice(start, end - start) for start, end in zip([0, *cuts], ends, strict=True)]
+        return ArrowCache(tmp_path).write(name, parts, {}).content_digest(["labels"])
+
+    first = digest_of("one", [])
+    assert digest_of("many", [1, 1, 7]) == first
+    assert digest_of("value", [], change=555) != first
+    assert digest_of("lengths", [], lengths=[99, 101, *[100] * 8]) != first

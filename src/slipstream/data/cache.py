@@ -18,7 +18,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,23 @@ class CacheEntry:
         with pa.memory_map(str(self.place / _ROWS)) as source, pa.ipc.open_stream(source) as batches:
             found = [_integers(pc.list_value_length(batch.column(column))) for batch in batches]
         return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+    def content_digest(self, columns: Sequence[str]) -> str:
+        """A fingerprint of every value in ``columns`` of int32 lists, however the rows lie in batches.
+
+        Each column on a core of its own, straight from the mapped file.
+        """
+        with ThreadPoolExecutor(len(columns)) as pool:
+            return digest(*pool.map(self._column_digest, columns))
+
+    def _column_digest(self, column: str) -> bytes:
+        lengths, values = hashlib.sha256(), hashlib.sha256()
+        with pa.memory_map(str(self.place / _ROWS)) as source, pa.ipc.open_stream(source) as batches:
+            for batch in batches:
+                lists = batch.column(column)
+                lengths.update(_whole(pc.list_value_length(lists)).data)
+                values.update(_whole(lists.flatten()).data)
+        return lengths.digest() + values.digest()
 
 
 @dataclass(frozen=True)
@@ -144,8 +162,14 @@ class ArrowCache:
 
 def _integers(array: pa.Int32Array) -> npt.NDArray[np.int64]:
     """An array without nulls as numpy has it; pyarrow's own way imports pandas first."""
-    whole = np.frombuffer(array.buffers()[1], dtype=np.int32)
-    return whole[array.offset : array.offset + len(array)].astype(np.int64)
+    return _whole(array).astype(np.int64)
+
+
+def _whole(array: pa.Int32Array) -> npt.NDArray[np.int32]:
+    """An array without nulls where it lies."""
+    if not len(array):
+        return np.zeros(0, dtype=np.int32)
+    return np.frombuffer(array.buffers()[1], dtype=np.int32)[array.offset : array.offset + len(array)]
 
 
 def _datasets_cache() -> Path:

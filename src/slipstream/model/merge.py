@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.errors import InputError
+from slipstream.model.base_weights import check_shape
 from slipstream.model.gguf import NO_SPACE
 from slipstream.model.lora import load_adapter
-from slipstream.model.quantize import parameter_count
 from slipstream.permissions import as_umask_says
 
 if TYPE_CHECKING:
@@ -156,12 +156,7 @@ def _check_base(base: Any, adapter: Path, base_parameters: int) -> None:
             f"the weights of {base.name_or_path} are quantised ({getattr(method, 'value', method)}), and an adapter "
             f"can only be added to plain ones; load {adapter} beside the model with peft instead"
         )
-    has = sum(parameter_count(parameter) for parameter in base.parameters())
-    if has != base_parameters:
-        raise InputError(
-            f"adapter: {adapter} was trained on a model of {base_parameters:,} parameters, and {base.name_or_path} has "
-            f"{has:,}; use the base model it was trained on"
-        )
+    check_shape(base, adapter, base_parameters)
 
 
 def _part_head_from_embedding(base: Any) -> None:
