@@ -18,6 +18,7 @@ from slipstream import run as run_module
 from slipstream.recipe import load_recipe
 from slipstream.run import train
 from slipstream.summary import RunSummary
+from slipstream.train.records import read_records
 from slipstream.train.run_folder import LOCK, RunFolder, full_disk_told
 from tiny import tiny_model, tiny_tokenizer
 
@@ -138,6 +139,65 @@ def test_an_interruption_at_the_last_step_leaves_only_the_result_to_write(
     assert summary.eval_after is not None
     assert all((weights(tmp_path / "run")[name] == expected[name]).all() for name in expected)
     assert outcome(tmp_path / "run") == "finished"
+
+
+def stop_in(patch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
+    """``act`` comes while ``step`` is made."""
+    inner = run_module.Trainer.training_step
+
+    def stopped(trainer: Any, *arguments: Any, **named: Any) -> Any:
+        if trainer.state.global_step == step - 1:
+            act()
+        return inner(trainer, *arguments, **named)
+
+    patch.setattr(run_module.Trainer, "training_step", stopped)
+
+
+def evaluated(folder: Path) -> list[tuple[int, float, int]]:
+    return [(one.step, one.loss, one.learned_tokens) for one in read_records(folder).evals]
+
+
+def last_state(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "checkpoints/checkpoint-8/trainer_state.json").read_text()))
+
+
+@pytest.mark.parametrize("best", [4, 8])
+def test_the_evaluation_of_an_interrupted_step_is_made_up_for(start: Start, tmp_path: Path, best: int) -> None:
+    """The resumed run fails once more before its next checkpoint: what was made up for is not made twice, nor lost."""
+    write_rows(tmp_path / "held.jsonl", "no")
+    settings = {"data__eval": str(tmp_path / "held.jsonl"), "train__steps": 8, "train__eval_every": 2, "train__keep": 1}
+    settings |= {"adapter__dropout": 0.2, "train__save_every": 8}
+    with pytest.MonkeyPatch.context() as patch:
+        sums = run_module.Trainer._eval_sums
+
+        def shifted(trainer: Any, rows: Any) -> tuple[float, int]:
+            loss, count = sums(trainer, rows)
+            return loss + 100 * count * abs(trainer.state.global_step - best), count
+
+        patch.setattr(run_module.Trainer, "_eval_sums", shifted)
+        start(**settings)
+        (tmp_path / "run").rename(tmp_path / "whole")
+        with pytest.MonkeyPatch.context() as once:
+            stop_in(once, 4, lambda: os.kill(os.getpid(), signal.SIGINT))
+            assert start(**settings).interrupted
+        assert [step for step, *_ in evaluated(tmp_path / "run")] == [0, 2]
+        with pytest.MonkeyPatch.context() as once:
+            stop_in(once, 6, lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                start(resume=True, **settings)
+        assert [step for step, *_ in evaluated(tmp_path / "run")] == [0, 2, 4]
+        start(resume=True, **settings)
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    assert evaluated(run) == evaluated(whole)
+    assert [step for step, *_ in evaluated(run)] == [0, 2, 4, 6, 8]
+    assert all((weights(run)[name] == weights(whole)[name]).all() for name in weights(whole))
+    assert RunFolder(run).read_run()["best"] == RunFolder(whole).read_run()["best"]
+    kept = [sorted(path.name for path in (folder / "checkpoints").glob("checkpoint-*")) for folder in (run, whole)]
+    assert kept[0] == kept[1]
+    assert {f"checkpoint-{best}", "checkpoint-8"} <= set(kept[0])
+    names = ("best_metric", "best_global_step")
+    assert [last_state(run)[name] for name in names] == [last_state(whole)[name] for name in names]
+    assert last_state(run)["best_global_step"] == best
 
 
 @pytest.mark.parametrize(

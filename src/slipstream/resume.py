@@ -16,6 +16,7 @@ A checkpoint is saved after its steps' lines are on the disk, so a killed proces
 or a copy has cut does: its steps are made again, for their records, at the cost of their time.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -29,12 +30,11 @@ from rich.console import Console
 from slipstream.cost.tiles import tile_tokens
 from slipstream.data.rows import DataOptions
 from slipstream.errors import InputError
-from slipstream.model.base_weights import other_weights
 from slipstream.prepare import planned_steps
 from slipstream.recipe import Recipe
 from slipstream.recipe_paths import PATHS, absolute, is_there, paths, with_absolute_paths, with_values
 from slipstream.train.checkpoint import checkpoint_step, checkpoint_until, last_checkpoint
-from slipstream.train.fingerprints import not_recorded, recorded_contents, recorded_digest
+from slipstream.train.fingerprints import differ, not_recorded, recorded_contents, refuse_other_things
 from slipstream.train.ranks import Ranks
 from slipstream.train.records import (
     EvalLog,
@@ -107,6 +107,10 @@ class TakenUp:
     """The last evaluation on these held-out rows."""
     evals_since: int | None
     """The step after which the held-out rows became others; None where they never did."""
+    best: EvalRecord | None
+    """The best evaluation on these held-out rows."""
+    owed: bool
+    """Whether the checkpoint's step is one to be evaluated and has no record: a signal came in it."""
     told: tuple[str, ...]
     """What there is to say of fingerprints that an older run lacks."""
 
@@ -161,9 +165,9 @@ def take_up(
     ``InputError``, with everything left as it is, where rows or model are others than when the run began.
     """
     step, before = checkpoint_step(checkpoint), folder.read_run()
-    _refuse_other_things(folder, before, record)
+    refuse_other_things(folder, before, record)
     contents = [recorded_contents(run, "eval") for run in (before, record)]
-    same_evals = before["rows"]["eval"] == record["rows"]["eval"] and not _differ(*contents)
+    same_evals = before["rows"]["eval"] == record["rows"]["eval"] and not differ(*contents)
     record["started"] = before.get("started")
     record["eval_before"] = before.get("eval_before") if same_evals else None
     record["evals_since"] = before.get("evals_since") if same_evals else step
@@ -174,32 +178,22 @@ def take_up(
     if not same_evals:
         _put_aside(folder.evals, step)
     evals = read_records(folder.path).evals
-    return TakenUp(step, evals[-1] if evals else None, record["evals_since"], tuple(not_recorded(before, record)))
+    comparable = [one for one in evals if one.step > (record["evals_since"] or 0) and not math.isnan(one.loss)]
+    return TakenUp(
+        step,
+        evals[-1] if evals else None,
+        record["evals_since"],
+        min(comparable, key=lambda one: one.loss, default=None),
+        _owed(resumed.recipe, evals, step, record["evals_since"]),
+        tuple(not_recorded(before, record)),
+    )
 
 
-def _refuse_other_things(folder: RunFolder, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Paths and names may be the same and what they name another."""
-    remedy = "a resumed run must learn from the same things: bring {} back, or start another run with another output"
-    if before["rows"]["train"] != now["rows"]["train"] or _differ(recorded_contents(before), recorded_contents(now)):
-        raise InputError(
-            f"data.train holds other rows than when the run in '{folder.path}' began; {remedy.format('the rows')}"
-        )
-    total, was = now["parameters"]["total"], before["parameters"]["total"]
-    if total != was:
-        raise InputError(
-            f"the model has {total:,} parameters, adapters included, and had {was:,} when the run in '{folder.path}' "
-            f"began; {remedy.format('it')}"
-        )
-    was, is_now = recorded_digest(before), recorded_digest(now)
-    if before["recipe"].get("adapter", {}).get("kind") != "none" and _differ(was, is_now):
-        assert was is not None
-        assert is_now is not None
-        raise InputError(f"the run in '{folder.path}' was trained on {other_weights(now['base']['name'], was, is_now)}")
-
-
-def _differ(before: str | None, now: str | None) -> bool:
-    """Whether two fingerprints are there and not the same."""
-    return before is not None and now is not None and before != now
+def _owed(recipe: Recipe, evals: list[EvalRecord], step: int, since: int | None) -> bool:
+    """Held-out rows that were changed after ``since`` are evaluated from the next step on, as at a run's start."""
+    every = recipe.train.eval_every
+    wanted = recipe.data.eval is not None and every is not None and step % every == 0 and step > (since or 0)
+    return wanted and all(one.step != step for one in evals)
 
 
 def _put_aside(evals: Path, step: int) -> None:

@@ -54,6 +54,7 @@ from slipstream.summary import RunSummary, complete_run, summary_of, told
 from slipstream.train.arguments import KeepBest, training_arguments
 from slipstream.train.divergence import StopOnDivergence
 from slipstream.train.interrupt import StopRequest
+from slipstream.train.late_evaluation import LateEvaluation
 from slipstream.train.optimizers import choose_optimizer
 from slipstream.train.options import check_schedule
 from slipstream.train.progress import ProgressBar
@@ -197,6 +198,10 @@ class _Training:
         if resumed is not None and checkpoint is not None:
             taken = self.ranks.shared(partial(self._go_on, resumed, checkpoint))
             self.first_step, self.keep_best.since = taken.step, taken.evals_since
+            if taken.best is not None:
+                self.keep_best.found = taken.best.step, taken.best.loss
+            if taken.owed:
+                trainer.add_callback(LateEvaluation(trainer.evaluate, self.keep_best))
             if taken.last_eval is not None:
                 self.last_eval_step, self.progress.evaluation = taken.last_eval.step, taken.last_eval.seconds
         if self.ranks.count > 1:

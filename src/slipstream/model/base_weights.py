@@ -104,8 +104,8 @@ def other_weights(name: str, trained: str, now: str) -> str:
     """The end of a sentence about weights that are not those trained on."""
     return (
         f"{name} with the fingerprint {trained}, and the weights there now have {now}: another model of the same "
-        "shape; put the weights it was trained on back (of a hub id: set load.revision to theirs), or train on these in "
-        "another run"
+        "shape; put the weights it was trained on back (of a hub id: set load.revision to theirs), or train on these "
+        "in another run"
     )
 
 

@@ -1,9 +1,11 @@
 """``TrainOptions`` in transformers' words, and the callback that keeps the best checkpoint."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from slipstream.train.options import TrainOptions
 
@@ -55,13 +57,26 @@ class KeepBest(TrainerCallback):  # type: ignore[misc]
     """Saves a checkpoint whenever an evaluation beats all before it; transformers then keeps that one besides."""
 
     def __init__(self) -> None:
-        """``since``: the step after which held-out rows were changed, so that no earlier evaluation compares."""
+        """``since``: the step after which held-out rows were changed, so that no earlier evaluation compares;
+        ``found``: the step and loss of a resumed run's best evaluation until then, by its records.
+        """
         self.since: int | None = None
+        self.found: tuple[int, float] | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Forgets a best that was found on other rows."""
+        """Forgets a best that was found on other rows, and learns of one that came after its checkpoint was saved."""
         if self.since is not None and (state.best_global_step or 0) <= self.since:
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+        if self.found is not None:
+            self.remember(args, state, *self.found)
+
+    def remember(self, args: TrainingArguments, state: TrainerState, step: int, loss: float) -> None:
+        """Takes an evaluation that transformers wasn't told of for the best, if it is."""
+        if math.isnan(loss) or (state.best_metric is not None and loss >= state.best_metric):
+            return
+        state.best_metric, state.best_global_step = loss, step
+        checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        state.best_model_checkpoint = str(checkpoint) if checkpoint.is_dir() else None
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any

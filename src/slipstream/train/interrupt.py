@@ -30,7 +30,7 @@ class StopRequest(TrainerCallback):  # type: ignore[misc]
         if self._consensus.ask(self.signal is not None):
             control.should_save = True
             control.should_training_stop = True
-            control.should_evaluate = False
+            control.should_evaluate = False  # made up for when the run goes on (``late_evaluation.py``)
         return control
 
     def on_prediction_step(
