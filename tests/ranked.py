@@ -161,6 +161,16 @@ def exchanged() -> None:
     Trainer.exchange = exchange  # type: ignore[method-assign]
 
 
+def given(name: str, place: int, value: Any) -> None:
+    """``slipstream.run`` calls its function of this name with another argument at ``place``."""
+    inner = getattr(slipstream.run, name)
+
+    def called(*arguments: Any) -> Any:
+        return inner(*arguments[:place], value, *arguments[place + 1 :])
+
+    setattr(slipstream.run, name, called)
+
+
 def begin_elsewhere(arm: Arm) -> None:
     """Trained weights that differ from the first rank's before training begins, and ``arm``."""
     arm()
@@ -214,8 +224,22 @@ def main(folder: Path) -> None:
     run("full", 2, resume=True, train__accumulate=2, **full, **divided)
     run("full alone", 1, train__accumulate=4, **full, **unsaved)
     run("two", 1, "fewer", resume=True, train__epochs=3)
-    others = [recipe_in(folder, "others", train__seed=index) for index in range(2)]
+    others = [recipe_in(folder, "others", train__seed=index, adapter__rank=4 + index) for index in range(2)]
     told["others"] = [launch(others, "others", folder)]
+    (folder / "other").mkdir()
+    torch.manual_seed(1)
+    tiny_model().save_pretrained(folder / "other")
+    tiny_tokenizer().save_pretrained(folder / "other")
+    run(
+        "weights",
+        2,
+        arms={1: functools.partial(given, "build_model", 0, recipe_in(folder, "w", model=str(folder / "other")))},
+    )
+    for name, completion in (("many", " It is 1."), ("changed", " It is 2.")):
+        pairs = [{"prompt": f"What is {i}?", "completion": completion if i == 1 else " It is."} for i in range(200)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    many = {"data__train": str(folder / "many.jsonl"), "data__eval": None}
+    run("rows", 2, arms={1: functools.partial(given, "prepare_rows", 1, str(folder / "changed.jsonl"))}, **many)
     run("bad", 2, data__max_length=20)
     (folder / "told.json").write_text(json.dumps(told))
 

@@ -6,7 +6,7 @@ line numbers are still known. YAML 1.2 parsers do some of this, at the price of 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -63,6 +63,17 @@ def number_from_text(value: Any, hint: Any) -> Any:
     if float in taken:
         return number
     return int(number) if int in taken and number.is_integer() else value
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A recipe's values by key, as ``--set`` spells them: ``{"train.seed": 0, ...}``."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and key != "fields":
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[prefix + key] = value
+    return values
 
 
 def _duplicates(node: yaml.Node, prefix: str, seen: set[int]) -> Iterator[str]:

@@ -33,6 +33,7 @@ from slipstream.errors import InputError
 from slipstream.prepare import planned_steps
 from slipstream.recipe import Recipe
 from slipstream.recipe_paths import PATHS, absolute, is_there, paths, with_absolute_paths, with_values
+from slipstream.recipe_text import flat
 from slipstream.train.checkpoint import checkpoint_step, checkpoint_until, last_checkpoint
 from slipstream.train.fingerprints import differ, not_recorded, recorded_contents, refuse_other_things
 from slipstream.train.ranks import Ranks
@@ -133,7 +134,7 @@ def resumption(folder: RunFolder, recipe: Recipe, console: Console, *, processes
     before = _recorded(run["recipe"])
     recipe = _in_same_places(recipe, before)
     _refuse_missing_base(recipe)
-    changes = _changes(before, _flat(with_absolute_paths(recipe).to_dict()))
+    changes = _changes(before, flat(with_absolute_paths(recipe).to_dict()))
     refused = [change for change in changes if not _is_free(change)]
     if refused:
         raise InputError(_refused(folder, refused))
@@ -205,20 +206,10 @@ def _put_aside(evals: Path, step: int) -> None:
 # Which values may change
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and key != "fields":
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
 def _recorded(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """A recorded recipe's values by key: defaults for those that came later, paths absolute."""
     defaults = Recipe(model="", data=DataOptions(train=""), output="").to_dict()
-    values = _flat(defaults) | _flat(recipe)
+    values = flat(defaults) | flat(recipe)
     return values | {key: absolute(values[key]) for key in PATHS if values[key] and is_there(values[key])}
 
 

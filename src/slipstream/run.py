@@ -46,6 +46,7 @@ from slipstream.prepare import (
     run_decisions,
 )
 from slipstream.recipe import Recipe
+from slipstream.recipe_text import flat
 from slipstream.report.html import write_report
 from slipstream.resume import Resumption, TakenUp, claimed, resumption, take_up
 from slipstream.run_json import describe_run, model_card, now
@@ -67,6 +68,7 @@ from slipstream.train.timeline import StepTimeline
 from slipstream.train.trackers import tracker_callbacks
 from slipstream.train.trainer import Trainer
 from slipstream.transform import Options, applied, apply, restore, tell_later_decisions
+from slipstream.values import shown
 
 
 def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
@@ -84,7 +86,8 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
         keep_compiled_code()
         quiet_libraries()
         same = "start all processes with the same recipe, --set and --resume"
-        ranks.agree("the recipe", repr((recipe, resume)), same)
+        values = {key: shown(value) for key, value in flat(recipe.to_dict()).items()}
+        ranks.agree_in("the recipe", values | {"--resume": shown(resume)}, same)
         with claimed(recipe, ranks, resume=resume) as folder:
             resumed = None
             if resume:
@@ -368,5 +371,5 @@ def show_data(recipe: Recipe, *, rows: int, console: Console) -> dict[str, Any]:
     tokenizer = load_tokenizer(recipe.model, recipe.load)
     prepared = prepare_rows(recipe, recipe.data.train, tokenizer, console)
     held_out = prepare_rows(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
-    shown = preview(prepared.rows, tokenizer, rows_shown=rows, console=console)
-    return {**data_record(prepared), "eval": held_out and data_record(held_out), **shown}
+    previewed = preview(prepared.rows, tokenizer, rows_shown=rows, console=console)
+    return {**data_record(prepared), "eval": held_out and data_record(held_out), **previewed}

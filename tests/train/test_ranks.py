@@ -167,7 +167,13 @@ def test_checkpoints_hold_every_ranks_random_state(ranked: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("others", "the recipe differs between processes 0 and 1 of 2; start all processes with the same recipe"),
+        (
+            "others",
+            "the recipe differs between processes 0 and 1 of 2: adapter.rank is 4 and 5, train.seed is 0 and 1; start all "
+            "processes with the same recipe",
+        ),
+        ("rows", "the tokenised data differs between processes 0 and 1 of 2; give all processes the same files"),
+        ("weights", "the base model differs between processes 0 and 1 of 2; give all processes the same weights"),
         ("bad", "rows longer than max_length 20"),
         ("fewer", "began as 2 processes and would go on as 1"),
     ],

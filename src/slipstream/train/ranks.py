@@ -11,7 +11,7 @@ it. Hence `Ranks.together` for errors, `Ranks.shared` for choices, and `Consensu
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +25,11 @@ from slipstream.errors import InputError, ToldElsewhereError
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)
 """How long ranks wait for one another on the host: one prepares data that all read. A dead rank is noticed at once."""
+
+
+LAUNCHER = "start the processes with torchrun or accelerate launch, or unset WORLD_SIZE, RANK and LOCAL_RANK"
+TOLD = 3
+"""Differing values that are told."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,11 @@ class Ranks:
         A process group that exists already is used and left alone. Raises ``InputError`` where the environment can't
         be, or names more processes on this machine than it has devices.
         """
-        count = _from_environment("WORLD_SIZE", 1)
+        count, index, local = _launched()
         if count == 1:
             yield cls()
             return
         _refuse_other_engines()
-        index, local = _from_environment("RANK", None), _from_environment("LOCAL_RANK", None)
         ours = not dist.is_initialized()
         if ours:
             _connect(local)
@@ -129,6 +133,15 @@ class Ranks:
             if self.first and other is not None:
                 raise InputError(f"{what} differs between processes 0 and {other} of {self.count}; {remedy}")
 
+    def agree_in(self, what: str, values: Mapping[str, str], remedy: str) -> None:
+        """As `agree`, of several values by name: the first few that differ are told, as both ranks have them."""
+        all_values = self.gathered(dict(values))
+        other = next((index for index, its in enumerate(all_values) if its != all_values[0]), None)
+        with self.together():
+            if self.first and other is not None:
+                told = _differences(all_values[0], all_values[other])
+                raise InputError(f"{what} differs between processes 0 and {other} of {self.count}: {told}; {remedy}")
+
     def any(self, wish: bool) -> bool:
         """Whether any rank has the wish; waits for all."""
         return any(self.gathered(wish))
@@ -181,27 +194,51 @@ def summed_over_ranks(values: Sequence[float | torch.Tensor], device: torch.devi
     return list(numbers.unbind())
 
 
+def _differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """``train.seed is 0 and 1, adapter.rank is 4 and 8``, and how many more."""
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    told = [f"{name} is {ours.get(name, 'not given')} and {theirs.get(name, 'not given')}" for name in names[:TOLD]]
+    return ", ".join(told) + (f", and {len(names) - TOLD} more" if len(names) > TOLD else "")
+
+
 def _connect(local: int) -> None:
     """Connects to the other ranks: gloo for the host, NCCL for the devices where there are any."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return
-    here, devices = _from_environment("LOCAL_WORLD_SIZE", local + 1), torch.cuda.device_count()
+    here, devices = _from_environment("LOCAL_WORLD_SIZE", str(local + 1)), torch.cuda.device_count()
     if here > devices:
         raise InputError(f"{here} processes on this machine > its {devices} GPUs; start one process for each GPU")
     torch.cuda.set_device(local)
     dist.init_process_group("cpu:gloo,cuda:nccl")
 
 
-def _from_environment(name: str, default: int | None) -> int:
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isdecimal():
-        raise InputError(
-            f"{name} is {text!r} in the environment, and WORLD_SIZE says that there are several processes; "
-            "start them with torchrun or accelerate launch, or unset WORLD_SIZE"
-        )
+def _launched() -> tuple[int, int, int]:
+    """How many processes the environment speaks of, this one's number, and that on its machine.
+
+    What can't be is told before anybody waits: of numbers that are no process's, the others would wait for good.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return 1, 0, 0
+    count = _from_environment("WORLD_SIZE", None)
+    alone = "0" if count == 1 else None
+    index, local = _from_environment("RANK", alone), _from_environment("LOCAL_RANK", alone)
+    here = _from_environment("LOCAL_WORLD_SIZE", str(count))
+    for name, value, of, limit in (
+        ("RANK", index, "WORLD_SIZE", count),
+        ("LOCAL_RANK", local, "LOCAL_WORLD_SIZE", here),
+    ):
+        if value >= limit:
+            raise InputError(f"{name} is {value} in the environment and must be < {of}, which is {limit}; {LAUNCHER}")
+    return count, index, local
+
+
+def _from_environment(name: str, default: str | None) -> int:
+    text = os.environ.get(name, default)
+    if text is None:
+        raise InputError(f"{name} is not set in the environment, and WORLD_SIZE says several processes; {LAUNCHER}")
+    if not text.isdecimal():
+        raise InputError(f"{name} is {text!r} in the environment, not a whole number; {LAUNCHER}")
     return int(text)
 
 
