@@ -230,15 +230,12 @@ def main(folder: Path) -> None:
     torch.manual_seed(1)
     tiny_model().save_pretrained(folder / "other")
     tiny_tokenizer().save_pretrained(folder / "other")
-    run(
-        "weights",
-        2,
-        arms={1: functools.partial(given, "build_model", 0, recipe_in(folder, "w", model=str(folder / "other")))},
-    )
+    elsewhere = recipe_in(folder, "weights", model=str(folder / "other"))
+    run("weights", 2, arms={1: functools.partial(given, "build_model", 0, elsewhere)})
     for name, completion in (("many", " It is 1."), ("changed", " It is 2.")):
         pairs = [{"prompt": f"What is {i}?", "completion": completion if i == 1 else " It is."} for i in range(200)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    many = {"data__train": str(folder / "many.jsonl"), "data__eval": None}
+    many = {"data__train": str(folder / "many.jsonl"), "data__eval": None, "train__eval_every": None}
     run("rows", 2, arms={1: functools.partial(given, "prepare_rows", 1, str(folder / "changed.jsonl"))}, **many)
     run("bad", 2, data__max_length=20)
     (folder / "told.json").write_text(json.dumps(told))

@@ -169,8 +169,8 @@ def test_checkpoints_hold_every_ranks_random_state(ranked: Path) -> None:
     [
         (
             "others",
-            "the recipe differs between processes 0 and 1 of 2: adapter.rank is 4 and 5, train.seed is 0 and 1; start all "
-            "processes with the same recipe",
+            "the recipe differs between processes 0 and 1 of 2: adapter.rank is 4 and 5, train.seed is 0 and 1; start "
+            "all processes with the same recipe",
         ),
         ("rows", "the tokenised data differs between processes 0 and 1 of 2; give all processes the same files"),
         ("weights", "the base model differs between processes 0 and 1 of 2; give all processes the same weights"),
