@@ -48,8 +48,8 @@ class TrainedOn:
 def base_digest(name: str, revision: str | None = None) -> str | None:
     """The fingerprint of the checkpoint ``name`` (a folder, a GGUF file, a hub id that was loaded before).
 
-    Under a second for some ten thousand tensors that were just read. None where the files of its weights have names of
-    their own.
+    About a second for 18,000 tensors that were just read, 0.05 for the 300 of a dense model. None where the files of
+    its weights have names of their own.
     """
     total = hashlib.sha256()
     if Path(name).is_file():
