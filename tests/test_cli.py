@@ -236,7 +236,16 @@ def test_a_report_is_made_again(call: Any, tmp_path: Path) -> None:
     assert code == 0
     assert str(folder / "report.html") in out.replace("\n", "")
     assert "</html>" in (folder / "report.html").read_text()
-    assert json.loads(call("report", str(folder), "--json")[1]) == {"report": str(folder / "report.html")}
+    assert "incomplete" not in out
+    made = {"report": str(folder / "report.html"), "incomplete": []}
+    assert json.loads(call("report", str(folder), "--json")[1]) == made
+    with (folder / "steps.jsonl").open("a") as lines:
+        lines.write('{"step": 4, "lo')
+    code, out, _ = call("report", str(folder))
+    assert code == 0
+    (told,) = (line for line in out.splitlines() if line.startswith("incomplete: "))
+    assert "steps.jsonl" in told
+    assert "4" in told
     code, _, err = call("report", str(tmp_path))
     assert code == 2
     assert "run" in err

@@ -164,10 +164,14 @@ def report(
     with output(as_json) as emit:
         with importing():
             from slipstream.report.html import write_report
+            from slipstream.train.records import read_records
 
-        path = write_report(Path(run_folder))
-        console(stderr=as_json).print(f"report: {path}")
-        emit({"report": str(path)})
+        path, missing = write_report(Path(run_folder)), read_records(Path(run_folder)).problems
+        said = console(stderr=as_json)
+        for problem in missing:
+            said.print(f"incomplete: {problem}")
+        said.print(f"report: {path}")
+        emit({"report": str(path), "incomplete": missing})
 
 
 @app.command()

@@ -81,3 +81,18 @@ def test_a_damaged_timeline_is_left_out(tmp_path: Path, text: str) -> None:
     assert not any(label.startswith("One step") for label in labels(page))
     assert "Plan and run" in page.text
     assert ("timeline is left out" in page.text) == (text in ("{", "[]"))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "ending", "told"), [("finished", "", False), ("interrupted", "", True), ("finished", '{"st', True)]
+)
+def test_a_part_of_a_training_is_not_set_beside_the_whole(
+    tmp_path: Path, outcome: str, ending: str, told: bool
+) -> None:
+    folder = tmp_path / "run"
+    report_of(folder, run_record(plan=PLAN, outcome=outcome), [step(n) for n in range(1, 11)])
+    with (folder / "steps.jsonl").open("a") as lines:
+        lines.write(ending)
+    text = Page(write_report(folder).read_text(encoding="utf-8")).text
+    row = text[text.index("Training, with evaluations") :]
+    assert row.startswith("Training, with evaluations 20.0 s not measured") == told

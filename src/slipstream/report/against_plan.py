@@ -39,10 +39,11 @@ def comparison(records: Records, numbers: KeyNumbers) -> Markup:
     plan = section(records.run, "plan")
     if "missing" in plan:
         return tag("p", f"No prediction was made: {plan['missing']}")
+    whole = records.run.get("outcome") == "finished" and not records.problems  # else some of it isn't in the sum
     rows = [
         _row("Device memory at the peak", number(plan.get("device_bytes")), numbers.peak_bytes, bytes_text),
         _row("A step", number(plan.get("step_seconds")), median_step(records), _step_text),
-        _row("Training, with evaluations", number(plan.get("seconds")), numbers.seconds, time_text),
+        _row("Training, with evaluations", number(plan.get("seconds")), numbers.seconds if whole else None, time_text),
         _row("Tokens a second", number(plan.get("tokens_per_second")), numbers.tokens_per_second, _count),
     ]
     shown = [row for row in rows if row]

@@ -108,9 +108,13 @@ def _padding_share(steps: Sequence[StepRecord]) -> float | None:
 
 
 def _duration(records: Records) -> float | None:
-    """What steps and evaluations took: the time between start and end would count the pause before a resume."""
+    """What steps and evaluations took: the time between start and end would count the pause before a resume.
+
+    Evaluations without the steps around them are no training's time.
+    """
     known = [step.seconds for step in records.steps] + [evaluation.seconds for evaluation in records.evals]
-    return sum(filter(math.isfinite, known)) if known else None
+    counted = [seconds for seconds in known if math.isfinite(seconds) and seconds >= 0]
+    return sum(counted) if counted and records.steps else None
 
 
 # -------------------------------------------------------------------------------------------------------------- written
