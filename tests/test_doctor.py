@@ -3,6 +3,7 @@
 import io
 import json
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,8 @@ def test_device_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cpu_has_what_needs_no_card() -> None:
     capabilities = found(no_cuda="no driver")
     available = {name for name, item in capabilities.items() if item.available}
-    assert available == {*ALWAYS, "experts grouped", "load.dtype auto takes float32"}
+    eight_bits = {"8-bit optimizer"} if find_spec("bitsandbytes") else set()
+    assert available == {*ALWAYS, "experts grouped", "load.dtype auto takes float32", *eight_bits}
     assert "auto takes loop: nothing waits" in capabilities["experts grouped"].reason
     assert "auto takes eager" in capabilities["step compiled"].reason
     assert not any("the model is on" in item.reason for item in capabilities.values())  # there is none
