@@ -246,6 +246,9 @@ def test_a_report_is_made_again(call: Any, tmp_path: Path) -> None:
     (told,) = (line for line in out.splitlines() if line.startswith("incomplete: "))
     assert "steps.jsonl" in told
     assert "4" in told
+    (folder / "timeline.json").write_text("{")
+    told = call("report", str(folder))[1]
+    assert sum(line.startswith("incomplete: ") for line in told.splitlines()) == 2
     code, _, err = call("report", str(tmp_path))
     assert code == 2
     assert "run" in err

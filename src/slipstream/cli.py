@@ -163,10 +163,9 @@ def report(
     """Make a run's report.html again, from its records; also of a run that was cut short."""
     with output(as_json) as emit:
         with importing():
-            from slipstream.report.html import write_report
-            from slipstream.train.records import read_records
+            from slipstream.report.html import remake_report
 
-        path, missing = write_report(Path(run_folder)), read_records(Path(run_folder)).problems
+        path, missing = remake_report(Path(run_folder))
         said = console(stderr=as_json)
         for problem in missing:
             said.print(f"incomplete: {problem}")

@@ -11,6 +11,9 @@ import typer
 from slipstream.bench import known_shapes
 from slipstream.cli_output import JsonOption, console, importing, output
 
+CsvOption = Annotated[Path | None, typer.Option("--csv", help="Append the result's rows to this CSV file.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")]
+
 bench_app = typer.Typer(
     help="Measure an optimisation, on against off in one process.",
     no_args_is_help=True,
@@ -36,8 +39,8 @@ EXPERTS_ROUNDS = f"{known_shapes.EXPERTS_ROUNDS}; of steps {known_shapes.EXPERTS
 @bench_app.command("packing")
 def bench_packing(
     as_json: JsonOption = False,
-    csv: Annotated[Path | None, typer.Option("--csv", help="Append the comparisons to this CSV file.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")] = None,
+    csv: CsvOption = None,
+    out: OutOption = None,
     shape: Annotated[str | None, _shapes(known_shapes.PACKING_SHAPES)] = None,
     tokens: Annotated[str | None, _asked("--tokens", "Tokens of the rows, separated by commas.", PACKING_ROWS)] = None,
     attention: Annotated[
@@ -61,8 +64,8 @@ def bench_packing(
 @bench_app.command("offload")
 def bench_offload(
     as_json: JsonOption = False,
-    csv: Annotated[Path | None, typer.Option("--csv", help="Append the comparisons to this CSV file.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")] = None,
+    csv: CsvOption = None,
+    out: OutOption = None,
     shape: Annotated[str | None, _shapes(known_shapes.OFFLOAD_SHAPES)] = None,
     tokens: Annotated[str | None, _asked("--tokens", "Tokens of the rows, separated by commas.", OFFLOAD_ROWS)] = None,
     rounds: Annotated[
@@ -98,8 +101,8 @@ def bench_offload(
 @bench_app.command("step")
 def bench_step(
     as_json: JsonOption = False,
-    csv: Annotated[Path | None, typer.Option("--csv", help="Append the modes' times to this CSV file.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")] = None,
+    csv: CsvOption = None,
+    out: OutOption = None,
     shape: Annotated[str | None, _shapes(known_shapes.STEP_SHAPES)] = None,
     tokens: Annotated[int | None, _asked("--tokens", "Tokens of the row.", known_shapes.STEP_TOKENS)] = None,
     activations: Annotated[str, typer.Option("--activations", help="keep, recompute, offload or auto.")] = "keep",
@@ -117,8 +120,8 @@ def bench_step(
 @bench_app.command("experts")
 def bench_experts(
     as_json: JsonOption = False,
-    csv: Annotated[Path | None, typer.Option("--csv", help="Append the comparisons to this CSV file.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")] = None,
+    csv: CsvOption = None,
+    out: OutOption = None,
     shape: Annotated[str | None, _shapes(known_shapes.EXPERTS_SHAPES, known_shapes.MIXTURES)] = None,
     tokens: Annotated[int | None, _asked("--tokens", "Tokens of the row.", known_shapes.EXPERTS_TOKENS)] = None,
     adapters: Annotated[str | None, _asked("--adapters", "attention, experts; separated by a comma.", "both")] = None,
@@ -136,8 +139,8 @@ def bench_experts(
 @bench_app.command("all")
 def bench_all(
     as_json: JsonOption = False,
-    csv: Annotated[Path | None, typer.Option("--csv", help="Append the gains to this CSV file.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the result document (JSON) to this file.")] = None,
+    csv: CsvOption = None,
+    out: OutOption = None,
     shape: Annotated[str | None, _shapes(known_shapes.TOGETHER_SHAPES)] = None,
     tokens: Annotated[int | None, _asked("--tokens", "Tokens of the row.", known_shapes.TOGETHER_TOKENS)] = None,
     layers: Annotated[int | None, _asked("--layers", "Decoder layers.", "8 on a card, else all")] = None,

@@ -47,7 +47,7 @@ class Workbench:
     dtype: torch.dtype
     optimizer: torch.optim.Optimizer
     parameters: list[torch.nn.Parameter]
-    begun: list[torch.Tensor] = field(default_factory=list)
+    begun: list[torch.Tensor] = field(init=False)
     """What is trained, as it was before any step; on the host."""
 
     def __post_init__(self) -> None:

@@ -39,12 +39,17 @@ OUTCOMES = {"finished": "good", "running": "warn", "interrupted": "warn", "faile
 
 def write_report(run_folder: Path) -> Path:
     """Writes ``report.html`` into a run's folder and returns its path. ``InputError`` where the folder is no run."""
+    return remake_report(run_folder)[0]
+
+
+def remake_report(run_folder: Path) -> tuple[Path, list[str]]:
+    """``write_report``, and what the report says is missing in it."""
     folder = RunFolder.open(run_folder)
     records = read_records(folder.path)
     timeline, problems = read_timeline(folder.path)
     records.problems.extend(problems)
     write_atomically(folder.report, page(records, folder.path.name, timeline))
-    return folder.report
+    return folder.report, records.problems
 
 
 def page(records: Records, name: str, timeline: dict[str, Any] | None = None) -> str:
