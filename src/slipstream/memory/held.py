@@ -99,6 +99,8 @@ class Lane:
     """Inputs whose reload has begun and that no layer has used yet."""
     told: set[str] = field(default_factory=set)
     """Names of the decisions that were told."""
+    given_up: int = 0
+    """How often memory ran out, so that fewer buffers are left."""
     leaving: deque[tuple[torch.Tensor, int, Mark]] = field(default_factory=deque)
     """Inputs being copied out, with the version they had."""
     abandoned: deque[tuple[torch.Tensor, Mark]] = field(default_factory=deque)
@@ -189,10 +191,12 @@ class Lane:
             self.told.add(decision.name)
             self.decide(decision)
 
-    def fewer(self, depth: int, nbytes: int) -> None:
-        """Go on with ``depth`` buffers for good, since there was no memory for another."""
+    def fewer(self, depth: int, nbytes: int | None = None) -> None:
+        """Go on with ``depth`` buffers for good, since there was no memory for another (of ``nbytes``, where known)."""
         self.most = self.depth = max(1, depth)
-        reason = f"out of memory for another reload buffer of {size_text(nbytes)} on {self.device}; {self.most} left"
+        self.given_up += 1
+        size = "" if nbytes is None else f" of {size_text(nbytes)}"
+        reason = f"out of memory for another reload buffer{size} on {self.device}; {self.most} left"
         self.decide(Decision("reload buffers", self.most > 1, reason))
 
 

@@ -90,7 +90,7 @@ class Offload:
                 value = held.take()
                 try:
                     return function(value, *rest, **kwargs)
-                except torch.OutOfMemoryError:  # ends this step, since a recompute can't be begun twice; not the next
+                except torch.OutOfMemoryError:  # a recompute can't be begun twice; a step can (step/second_try.py)
                     held.let_go_ahead()
                     raise
 
@@ -106,6 +106,18 @@ class Offload:
         self.buffers = buffer_count(buffers)
         for lane in self.lanes.values():
             lane.most = lane.depth = self.buffers
+
+    @property
+    def given_up(self) -> int:
+        """How often memory ran out, so that fewer buffers are left."""
+        return sum(lane.given_up for lane in self.lanes.values())
+
+    def retreat(self) -> None:
+        """After memory ran out anywhere in a step whose graph is gone: go on with one buffer for good."""
+        for lane in self.lanes.values():
+            lane.settle()
+            if lane.depth > 1:
+                lane.fewer(1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Offload":
         """A copied model's layers keep their functions, which are this object's."""

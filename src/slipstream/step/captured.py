@@ -33,6 +33,10 @@ class CaptureError(RuntimeError):
     """A step that could not be recorded; the message says why."""
 
 
+class RecordingMemoryError(InputError):
+    """Memory ran out while a step was recorded; the message says how much was asked, had, and what to lower."""
+
+
 @dataclass(frozen=True)
 class _Recorded:
     batch: StaticBatch
@@ -70,8 +74,8 @@ class CapturedStep:
     def __call__(self, batch: Mapping[str, Any], learned: torch.Tensor | float) -> torch.Tensor:
         """The batch's summed loss divided by ``learned`` (0-d float32); its gradients are added to ``grad``.
 
-        ``learned``: learned tokens of the whole optimizer step. Raises ``CaptureError`` where a recording fails, and
-        ``InputError`` for a batch that has no fixed shape or for which memory runs out.
+        ``learned``: learned tokens of the whole optimizer step. Raises ``CaptureError`` where a recording fails,
+        ``RecordingMemoryError`` where memory runs out in it, and ``InputError`` for a batch that has no fixed shape.
         """
         self._attach_gradients()
         shape = BatchShape.of(batch)
@@ -129,7 +133,7 @@ class CapturedStep:
                 torch.cuda.empty_cache()
                 recorded = self._capture(static)
         except torch.OutOfMemoryError as error:
-            raise InputError(_no_memory(error, shape)) from error.with_traceback(None)
+            raise RecordingMemoryError(_no_memory(error, shape)) from error.with_traceback(None)
         except RuntimeError as error:
             torch.cuda.synchronize(self._device)
             first = _first(error)

@@ -5,6 +5,7 @@ fails goes on compiled, and one whose compilation fails goes on eager, with the 
 installed on the model for it (compiled layers, half-precision adapters) is taken away again by ``close``.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,9 +17,10 @@ from torch import nn
 from slipstream.decision import Decision
 from slipstream.memory.checkpointing import checkpoints
 from slipstream.model.half_adapters import HalfAdapters, forget_copies
-from slipstream.step.captured import CapturedStep, CaptureError, Loss
+from slipstream.step.captured import CapturedStep, CaptureError, Loss, RecordingMemoryError
 from slipstream.step.choice import Circumstances, Mode, ModeChoice, choose_mode, compile_obstacle
 from slipstream.step.regional import CompiledLayers
+from slipstream.step.second_try import Retreat, Rewind
 from slipstream.transform import base_model, release_graphs, rest_host_memory
 
 SHOWN_ERROR = 400
@@ -61,11 +63,30 @@ class Step:
 
     def __call__(self, batch: Mapping[str, Any], learned: torch.Tensor | float) -> torch.Tensor:
         """The batch's summed loss divided by ``learned`` (0-d float32, detached); gradients are added to ``grad``."""
+        retreat = Retreat.before(self._model)
         if self._captured is not None:
             try:
                 return self._captured(batch, learned)
             except CaptureError as error:
                 self._give_up_capture(str(error))
+            except RecordingMemoryError:
+                if not retreat.gains():
+                    raise
+            if self._captured is not None:
+                gc.collect()
+                return self._captured(batch, learned)
+        rewind = None if retreat.offload is None else Rewind(self._parameters)
+        try:
+            return self._uncaptured(batch, learned)
+        except torch.OutOfMemoryError:
+            if not retreat.gains() or rewind is None or not rewind.possible:
+                raise
+        # out of the handler, whose traceback keeps what the step has allocated
+        gc.collect()
+        rewind()
+        return self._uncaptured(batch, learned)
+
+    def _uncaptured(self, batch: Mapping[str, Any], learned: torch.Tensor | float) -> torch.Tensor:
         self.settle(batch)
         with self.layers():
             loss = self._loss(batch) / learned

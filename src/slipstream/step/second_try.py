@@ -1,0 +1,66 @@
+"""A step that ran out of memory with offloaded activations: begun again with one reload buffer.
+
+Reload buffers beyond the first are only there to save time, so that a step which fails for want of memory may fit
+without them. A recompute can't be begun twice, nor can a backward that has freed half of its graph; the whole step can,
+as long as nothing of it is left: no gradient, and the random state as it was. Not so where earlier batches' gradients
+were in place, to which a failed backward has added, or where other processes wait in this step's collectives; there the
+error stays, and the next step has one buffer. A recording has gradients of its own and can always be begun again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import nn
+
+from slipstream.memory.offload import Offload
+from slipstream.transform import applied
+
+
+@dataclass(frozen=True)
+class Retreat:
+    """What a model's offloading was before a step."""
+
+    offload: Offload | None
+    given_up: int
+
+    @classmethod
+    def before(cls, model: nn.Module) -> Self:
+        """Of a model that ``apply`` has seen, or not."""
+        found = applied(model)
+        offload = None if found is None else found.checkpointing.offload
+        return cls(offload, 0 if offload is None else offload.given_up)
+
+    def gains(self) -> bool:
+        """After the step ran out of memory: go on with one buffer; whether that leaves more memory than it had."""
+        if self.offload is None:
+            return False
+        self.offload.retreat()
+        return self.offload.given_up > self.given_up
+
+
+class Rewind:
+    """What a step must find in place to be the same step once more."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        """``parameters``: those whose gradients the step adds to; before the step."""
+        self.parameters = parameters
+        self.possible = not (any(p.grad is not None for p in parameters) or _others())
+        devices = {p.device for p in parameters if p.device.type == "cuda"}
+        self.states = {device: torch.cuda.get_rng_state(device) for device in devices}
+        self.host_state = torch.get_rng_state()
+
+    def __call__(self) -> None:
+        """Make everything what it was."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        torch.set_rng_state(self.host_state)
+        for device, state in self.states.items():
+            torch.cuda.set_rng_state(state, device)
+
+
+def _others() -> bool:
+    """Whether other processes train with this one."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
