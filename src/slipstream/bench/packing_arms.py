@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.bench.harness import Arm
@@ -46,7 +47,7 @@ class Workbench:
     device: torch.device
     dtype: torch.dtype
     optimizer: torch.optim.Optimizer
-    parameters: list[torch.nn.Parameter]
+    parameters: list[nn.Parameter]
     begun: list[torch.Tensor] = field(init=False)
     """What is trained, as it was before any step; on the host."""
 
@@ -132,7 +133,7 @@ class PackedStep:
 
     def update(self) -> None:
         """Clip, step, forget the gradients."""
-        torch.nn.utils.clip_grad_norm_(self.bench.parameters, 1.0)
+        nn.utils.clip_grad_norm_(self.bench.parameters, 1.0)
         self.bench.optimizer.step()
         self.bench.optimizer.zero_grad(set_to_none=True)
 
@@ -155,16 +156,20 @@ class PackedStep:
 
 @dataclass(eq=False)
 class LayerCalls:
-    """The first decoder layer, called as an arm's forward calls it, L times: each on what the call before gave.
+    """The first few decoder layers, called in turn as an arm's forward calls them, L calls in all: each on what the
+    call before gave.
 
-    Where layers are recomputed, the backward through all of them is timed too: a rebuild inside it costs more than one
-    in the forward, since the host has more to launch until the device is busy again.
+    One layer called over and over would find its objects in the host's caches, which a step's L layers don't. Where
+    layers are recomputed, the backward through all calls is timed too: a rebuild inside it costs more than one in the
+    forward, since the host has more to launch until the device is busy again.
     """
 
     step: PackedStep
     recompute: bool
-    call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-    """Positional and keyword arguments of the layer's call in the arm's forward."""
+    distinct: int = 4
+    """How many layers are called in turn."""
+    calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    """By layer: positional and keyword arguments of its call in the arm's forward."""
     last: torch.Tensor | None = None
     """What the last call gave, and with it the graph of all."""
 
@@ -175,13 +180,18 @@ class LayerCalls:
         return Arm({LAYER: self.run, **middle, "drop": self.drop}, self.prepare)
 
     def prepare(self) -> None:
-        """Switch to the arm and see how its forward calls the layer."""
-        hook = self._layer().register_forward_pre_hook(self._keep, with_kwargs=True)
+        """Switch to the arm and see how its forward calls the layers."""
+        self.calls.clear()
+        hooks = [
+            layer.register_forward_pre_hook(partial(self._keep, index), with_kwargs=True)
+            for index, layer in enumerate(self._layers())
+        ]
         try:
             self.step.prepare()
         finally:
-            hook.remove()
-        assert self.call[0], "the layer was not called with its hidden states in place"
+            for hook in hooks:
+                hook.remove()
+        assert all(args for args, _ in self.calls.values()), "a layer was not called with its hidden states in place"
 
     def backward(self) -> None:
         """Back through all calls, each recomputed."""
@@ -195,20 +205,20 @@ class LayerCalls:
 
     def run(self) -> None:
         """L calls, each with a graph behind it, as in training."""
-        (hidden, *others), named = self.call
-        layer, hidden = self._layer(), hidden.detach().requires_grad_()
+        layers = self._layers()
+        hidden = self.calls[0][0][0].detach().requires_grad_()
         with self.step.bench.autocast():
-            for _ in range(self.step.bench.layers):
-                out = layer(hidden, *others, **named)
+            for index in range(self.step.bench.layers):
+                (_, *others), named = self.calls[index % len(layers)]
+                out = layers[index % len(layers)](hidden, *others, **named)
                 hidden = out[0] if isinstance(out, tuple) else out
         self.last = hidden
 
-    def _layer(self) -> torch.nn.Module:
-        layer: torch.nn.Module = self.step.bench.base.get_decoder().layers[0]
-        return layer
+    def _layers(self) -> list[nn.Module]:
+        return list(self.step.bench.base.get_decoder().layers[: self.distinct])
 
-    def _keep(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.call = args, kwargs
+    def _keep(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.calls[index] = args, kwargs
 
 
 @dataclass(frozen=True)
