@@ -30,6 +30,7 @@ from slipstream.memory.policy import MARGIN, offload_in_vain, offload_obstacle
 from slipstream.model.attention import KERNELS, WHAT, Needs, choose_attention
 from slipstream.model.experts_choice import WHAT as EXPERTS
 from slipstream.model.experts_choice import auto_experts, grouped_obstacle
+from slipstream.model.norms import norms_obstacle
 from slipstream.model.quantize import check_quantize
 from slipstream.step.choice import (
     Circumstances,
@@ -232,6 +233,8 @@ def _activations(device: Device) -> Iterator[Capability]:
     )
     tiles = f"auto: {TILE:,} tokens at a time in recomputed layers of batches beyond {LONG_ROW:,} tokens"
     yield Capability("tiled mlp", True, tiles)
+    against = norms_obstacle(device)
+    yield Capability("norms", against is None, against or "RMS norms as one kernel where layers aren't compiled")
 
 
 def _experts(device: Device) -> Iterator[Capability]:

@@ -44,6 +44,7 @@ from slipstream.memory.policy import (
 from slipstream.model.attention import AttentionChoice, Needs, attention_key, choose_attention, register_attention
 from slipstream.model.carrier import Carrier, find_carrier
 from slipstream.model.experts_choice import AppliedExperts, ExpertsChoice, choose_experts
+from slipstream.model.norms import Norms, NormsChoice, attach_norms, choose_norms
 from slipstream.model.packed_forward import PackedForward
 from slipstream.model.tiled_mlp import TiledMLP, tile_mlps
 from slipstream.values import checked
@@ -80,6 +81,9 @@ class Options:
     """``auto``, ``none``, or tokens: how much of a row an MLP computes at a time."""
     experts: ExpertsChoice = "auto"
     """``grouped`` or ``loop``."""
+    norms: NormsChoice = "auto"
+    """``auto``: RMS norms as one kernel where layers aren't compiled, on a card; ``model``: as the model's file has
+    them."""
     tokens: Annotated[int, Ge(1), Le(MOST_TOKENS)] | None = None
     """Tokens in a batch, from which ``activations: auto`` predicts memory; without it activations are kept."""
     compute_dtype: torch.dtype | None = None
@@ -129,6 +133,7 @@ class Applied:
     """How many layers are kept, recomputed and offloaded; None: whatever the model did already."""
     tiles: list[TiledMLP]
     """The MLPs that run in tiles."""
+    norms: Norms
 
 
 def apply(model: Model, options: Options | None = None) -> Model:
@@ -145,7 +150,8 @@ def apply(model: Model, options: Options | None = None) -> Model:
     choice, key, attention = _attention(options, base, device, packing, carrier)
     experts_choice, experts = choose_experts(options.experts, base, device, options.compute_dtype or base.dtype)
     host = host_budget(options.host_limit)
-    memory = _activations(options, base, device, choice, host)
+    one_kernel, norms = choose_norms(options.norms, base, device)
+    memory = _activations(options, base, device, choice, host, one_kernel=norms.on)
     forward = PackedForward(packing, key, carrier)
     previous = base.config._attn_implementation
     mixture = AppliedExperts.to(base, experts_choice) if experts_choice else None
@@ -164,8 +170,9 @@ def apply(model: Model, options: Options | None = None) -> Model:
     for tile in tiles:
         tile.attach()
     rotary = [_rotary_decision(forward)] if forward.rotary else []
-    decided = (attention, *memory.decisions, *([] if tiled is None else [tiled]), packing, experts, *rotary)
-    made = Applied(decided, choice, previous, forward, checkpointing, later, mixture, memory.split, tiles)
+    decided = (attention, *memory.decisions, *([] if tiled is None else [tiled]), packing, experts, norms, *rotary)
+    attached = attach_norms(one_kernel)
+    made = Applied(decided, choice, previous, forward, checkpointing, later, mixture, memory.split, tiles, attached)
     setattr(base, ATTRIBUTE, made)
     return model
 
@@ -181,6 +188,7 @@ def restore(model: Model) -> Model:
         base.set_attn_implementation(applied.previous_attention)
     for tile in applied.tiles:
         tile.detach()
+    applied.norms.detach()
     _undo(base, applied.checkpointing, applied.experts)
     delattr(base, ATTRIBUTE)
     return model
@@ -308,12 +316,15 @@ def _attention(
     return None, None, Decision("attention", False, "left as it was, because this model can't be trained packed")
 
 
-def _activations(options: Options, base: Any, device: Device, attention: str | None, host: HostBudget) -> Chosen:
-    """What becomes of each layer's activations."""
+def _activations(
+    options: Options, base: Any, device: Device, attention: str | None, host: HostBudget, *, one_kernel: bool
+) -> Chosen:
+    """What becomes of each layer's activations; ``one_kernel``: whether norms are one where layers aren't compiled."""
     if options.activations == "auto" and checkpoints(base):
         given = "the model was given with checkpointing switched on"
         return Chosen(None, (Decision("recompute", True, given), Decision("offload", False, given)))
     job, unknown = _job(options, base, attention)
+    job = None if job is None else replace(job, one_kernel_norms=one_kernel)
     now = Situation(
         device=device,
         layers=len(checkpoint_layers(base)),

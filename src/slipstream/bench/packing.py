@@ -192,7 +192,7 @@ def measure_case(case: Case, options: PackingBench, progress: Progress | None = 
         refuse_what_does_not_fit(case.bench, case.tokens, case.choice, case.recompute)
         case.bench.begin_again()
         case.bench.set_recompute(case.recompute)
-        apply(case.bench.model, Options(attention=case.choice))  # type: ignore[arg-type]
+        apply(case.bench.model, Options(attention=case.choice, norms="model"))  # type: ignore[arg-type]
         return _measured(case, options, progress)
     except InputError as error:
         return {**case.name(), "refused": str(error)}

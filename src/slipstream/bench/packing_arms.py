@@ -295,7 +295,8 @@ def _install(bench: Workbench, key: str) -> None:
 
 
 def _install_ours(bench: Workbench, choice: str) -> None:
-    apply(bench.model, Options(attention=choice))  # type: ignore[arg-type]  # one of the names Options takes
+    # norms as stock's, since boundaries are what is measured
+    apply(bench.model, Options(attention=choice, norms="model"))  # type: ignore[arg-type]  # one of the names Options takes
 
 
 def _wasteful_batch(tensors: dict[str, Any]) -> dict[str, Any]:

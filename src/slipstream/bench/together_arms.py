@@ -101,7 +101,7 @@ class Bench:
     def of(cls, config: Any, tokens: int, attention: AttentionChoice, device: torch.device) -> "Bench":
         """A random model with an adapter, everything applied; fused AdamW over what is trained."""
         model, dtype = adapted_model(config, device), bench_dtype(device)
-        apply(model, Options(attention=attention, activations="keep", compute_dtype=dtype))
+        apply(model, Options(attention=attention, activations="keep", norms="model", compute_dtype=dtype))
         notes: list[Decision] = []
         offload = _offload_inputs(model, notes)
         register_wasteful(outside_graphs=True)

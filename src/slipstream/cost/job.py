@@ -65,6 +65,8 @@ class Job:
     """Whether logits are made a chunk of tokens at a time."""
     early_gradient: bool = True
     """Whether the gradient by a frozen head's logits is made in the forward, not by computing them again."""
+    one_kernel_norms: bool = False
+    """Whether RMS norms are one kernel where layers aren't compiled (``model/norms.py``)."""
     half_adapters: bool = True
     """Whether float32 adapters are cast once and summed in their product (``model/half_adapters.py``), not by peft."""
 

@@ -292,10 +292,12 @@ def _attention_saved(job: Job) -> float:
 
 
 def _norms_saved(job: Job) -> float:
-    """A float32 input of each norm; with trained weights also what the weight is multiplied with."""
+    """A float32 input of each norm (as it is, where norms are one kernel); with trained weights also what the weight is
+    multiplied with.
+    """
     shape = job.shape
     width = shape.norms * shape.hidden + (shape.query + shape.key if shape.head_norms else 0)
-    return width * (8 if job.full else 4)
+    return width * (job.itemsize if job.one_kernel_norms else 4) * (2 if job.full else 1)
 
 
 def _adapters_saved(job: Job, layer: Layer, inner: float) -> float:
@@ -354,7 +356,8 @@ def _fused_layer(job: Job, layer: Layer, inner: float) -> float:
 
 def backward_bytes(job: Job, layer: Layer, inner: float = 1.0) -> float:
     """Bytes a token of the gradients that live at once in one layer's backward: the MLP's three (of which ``inner`` is
-    there at once), and the float32 ones of a norm.
+    there at once), and the ones of a norm, float32 where it is many kernels.
     """
     width = job.shape.inner or (layer.experts.chosen * layer.experts.inner if layer.experts else 0)
-    return 4 * job.itemsize * inner * width + 16 * job.shape.hidden
+    norm = 2 * job.itemsize if job.one_kernel_norms and not job.fused else 16
+    return 4 * job.itemsize * inner * width + norm * job.shape.hidden

@@ -172,12 +172,14 @@ def _adapter_bytes(job: Job, sizes: Sequence[tuple[int, int]]) -> float:
 
 
 def _eager_bytes(job: Job, layer: Layer) -> float:
-    """One forward without fusing, each kernel reading and writing memory: a norm 36 (it is upcast), rotary positions
-    20, a residual 6, the gated activation 10; an adapter reads its input (2) and adds itself to the output (4); peft's
-    own casts its input to float32 and back where layers compute in half precision (12), and scales and adds (10).
+    """One forward without fusing, each kernel reading and writing memory: a norm 36 (it is upcast; 8 as PyTorch's one
+    kernel and the product with its weight), rotary positions 20, a residual 6, the gated activation 10; an adapter
+    reads its input (2) and adds itself to the output (4); peft's own casts its input to float32 and back where layers
+    compute in half precision (12), and scales and adds (10).
     """
     shape, inner = job.shape, _mlp_width(layer)
-    norms = 36 * (shape.norms * shape.hidden + (shape.query + shape.key if shape.head_norms else 0))
+    each = 8 if job.one_kernel_norms else 36
+    norms = each * (shape.norms * shape.hidden + (shape.query + shape.key if shape.head_norms else 0))
     rotary = 20 * (shape.query + shape.key)
     adapters = _adapter_bytes(job, job.adapted)
     return norms + rotary + 12 * shape.hidden + 10 * inner + adapters + _routed_width(layer)
@@ -265,7 +267,8 @@ def _adapter_launches(job: Job) -> int:
 
 
 def _launches(job: Job, layer: Layer) -> float:
-    """Kernels of one layer, a third of those of a forward and a backward: seven a norm, ten for rotary positions, seven
+    """Kernels of one layer, a third of those of a forward and a backward: seven a norm (PyTorch's one kernel and the
+    product with its weight, both ways: four thirds), ten for rotary positions, seven
     for attention, activation and residuals, one a matrix, three an adapter (peft's own scales, adds and under autocast
     casts besides); routing and grouped products some thirty, a loop ten an expert. Counted in ``tests/cost``.
     """
@@ -274,7 +277,7 @@ def _launches(job: Job, layer: Layer) -> float:
     experts = (30 if job.experts == "grouped" else 10 * layer.experts.count) if layer.experts else 0
     if job.fused:
         return matrices + _adapter_launches(job) * adapters + 7 + experts / 2
-    norms = 7 * (shape.norms + (2 if shape.head_norms else 0))
+    norms = (4 / 3 if job.one_kernel_norms else 7) * (shape.norms + (2 if shape.head_norms else 0))
     return norms + 10 + matrices + _adapter_launches(job) * adapters + 7 + experts
 
 

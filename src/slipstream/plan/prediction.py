@@ -40,6 +40,7 @@ from slipstream.memory.policy import Situation, choose_activations
 from slipstream.model.attention import choose_attention
 from slipstream.model.experts_choice import choose_experts
 from slipstream.model.load import check_context
+from slipstream.model.norms import choose_norms
 from slipstream.model.rotary import scaled_by_length
 from slipstream.model.tiled_mlp import tiled_decision
 from slipstream.plan.facts import Facts, Lengths, Target
@@ -231,13 +232,14 @@ def job_of(
         tiles="none" if found.untiled else recipe.memory.tiles,
     )
     mode, stepping = _mode(recipe, found, target, job, attention)
-    job = replace(job, mode=mode)
+    _, norms = choose_norms("auto", found.model, target.device)
+    job = replace(job, mode=mode, one_kernel_norms=norms.on)
     split, kept = _activations(recipe, job, target)
     if split is not None and split.kept < split.layers:
         check_recomputes(found.model)
     job = replace(job, split=taken.split or split, buffers=buffer_count(recipe.memory.buffers))
     tiling = _tiling(recipe.memory.tiles, found, job)
-    return job, tuple(_decisions(recipe, found, target, taken, [attending, *kept, *tiling, stepping, *routing]))
+    return job, tuple(_decisions(recipe, found, target, taken, [attending, *kept, *tiling, norms, stepping, *routing]))
 
 
 def _tiling(asked: TilesChoice, found: Facts, job: Job) -> list[Decision]:
