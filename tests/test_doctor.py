@@ -51,7 +51,7 @@ ALWAYS = {
     "step compiled",
     "step eager",
 }
-CARD = {"training on CUDA", "activations offload", "step captured"}
+CARD = {"training on CUDA", "activations offload", "norms", "step captured"}
 AMPERE = {"bf16 compute", "attention varlen", "attention flex"}
 CLASSES = {
     "rtx-4060-laptop": CARD | AMPERE,

@@ -56,7 +56,7 @@ def test_decisions_tell_what_was_chosen_and_why() -> None:
     assert decisions(model) == []
     assert apply(model) is model
     found = {decision.name: decision for decision in decisions(model)}
-    assert set(found) == {"attention", "recompute", "offload", "packing", "experts"}
+    assert set(found) == {"attention", "recompute", "offload", "packing", "experts", "norms"}
     assert found["attention"].on
     assert "sdpa" in found["attention"].reason
     assert "CPU" in found["attention"].reason
@@ -65,7 +65,7 @@ def test_decisions_tell_what_was_chosen_and_why() -> None:
     assert not found["experts"].on
     found.clear()
     decisions(model).clear()
-    assert len(decisions(model)) == 5  # a copy
+    assert len(decisions(model)) == 6  # a copy
 
 
 def test_a_named_choice_that_cannot_be_honoured_is_refused_and_changes_nothing() -> None:

@@ -72,7 +72,7 @@ def test_compiled_layers_are_the_models_own() -> None:
     expected, before, _ = run("qwen3", "model", "compiled")
     found, after, _ = run("qwen3", "auto", "compiled")
     assert found == pytest.approx(expected, abs=2e-2)
-    assert 0 <= before - after <= 30, "only the last norm is outside of layers"
+    assert abs(before - after) <= 30, "two fused norms a layer less would be some 40 kernels each"
 
 
 @pytest.mark.parametrize("autocast", [False, True])

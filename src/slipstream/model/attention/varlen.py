@@ -124,9 +124,10 @@ class _SinkAttention(torch.autograd.Function):
             window_size_right=window[1],
         )
         lse_HT = lse_HT[:, : q_THD.shape[0]]
-        all_HT = torch.logaddexp(lse_HT, sinks_H.float()[:, None])
-        share_THD = torch.exp(lse_HT - all_HT).transpose(0, 1)[..., None]
-        attended_THD: torch.Tensor = (out_THD * share_THD).to(q_THD.dtype)
+        all_HT = torch.logaddexp(lse_HT, sinks_H[:, None])
+        share_HT = (lse_HT - all_HT).exp_()
+        # multiplied in float32 and rounded once, without a float32 product in memory
+        attended_THD = torch.mul(out_THD, share_HT.t()[..., None], out=torch.empty_like(out_THD))
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, sinks_H, cu_seqlens, attended_THD, all_HT, state, unused)
         ctx.settings = longest, scale, window, causal
         return attended_THD
@@ -155,7 +156,9 @@ class _SinkAttention(torch.autograd.Function):
             window_size_left=window[0],
             window_size_right=window[1],
         )
-        share_HT = torch.exp(sinks_H.float()[:, None] - all_HT)
-        taken_HT = (grad_THD.float() * out_THD.float()).sum(-1).transpose(0, 1)
-        grad_sinks_H = -(share_HT * taken_HT).sum(1).to(sinks_H.dtype)
+        grad_sinks_H = None
+        if ctx.needs_input_grad[3]:  # frozen under adapters
+            share_HT = torch.exp(sinks_H[:, None] - all_HT)
+            taken_HT = (grad_THD.float() * out_THD.float()).sum(-1).t()
+            grad_sinks_H = -(share_HT * taken_HT).sum(1).to(sinks_H.dtype)
         return grad_q, grad_k, grad_v, grad_sinks_H, None, None, None, None
