@@ -32,7 +32,7 @@ def test_every_assignment_has_one_slot_with_its_expert(given_: tuple[torch.Tenso
     assert torch.equal(routing.order[routing.inverse], torch.arange(flat.numel()))
     assert routing.offsets.dtype == torch.int32
     assert torch.equal(routing.offsets.long(), torch.bincount(flat, minlength=experts).cumsum(0))
-    assert routing.counts() == torch.bincount(flat, minlength=experts).tolist()
+    assert routing.counts == torch.bincount(flat, minlength=experts).tolist()
 
 
 @settings(deadline=None, max_examples=20)
@@ -40,7 +40,7 @@ def test_every_assignment_has_one_slot_with_its_expert(given_: tuple[torch.Tenso
 def test_each_experts_slots_are_its_tokens_in_their_order(given_: tuple[torch.Tensor, int]) -> None:
     index, experts = given_
     routing = route(index, experts)
-    slots = torch.split(routing.order // index.shape[1], routing.counts())
+    slots = torch.split(routing.order // index.shape[1], routing.counts)
     for found, (tokens, _) in zip(slots, look_up(index, experts), strict=True):
         assert torch.equal(found, tokens)
 
@@ -89,7 +89,7 @@ def test_the_host_asks_nothing_until_it_asks_for_counts() -> None:
         routing.combine(routing.gather(torch.randn(20, 3)), torch.rand(20, 4))
     assert queries.count == 0
     with HostQueries() as queries:
-        assert sum(routing.counts()) == 80
+        assert sum(routing.counts) == 80
     assert queries.count == 1
     with HostQueries() as queries:
         look_up(index, 64)

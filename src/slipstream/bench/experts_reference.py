@@ -75,7 +75,7 @@ def look_up(top_k_index_TK: torch.Tensor, experts: int) -> list[tuple[torch.Tens
 def sorted_slices(top_k_index_TK: torch.Tensor, experts: int) -> tuple[Routing, list[int]]:
     """What the sorted loop finds out before it multiplies: the routing, and each expert's slots on the host."""
     routing = route(top_k_index_TK, experts)
-    return routing, routing.counts()
+    return routing, routing.counts
 
 
 ROUTINGS: dict[str, Callable[[torch.Tensor, int], Any]] = {

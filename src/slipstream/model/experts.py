@@ -1,6 +1,6 @@
 """Mixture-of-experts layers over sorted slots: what an experts module of transformers computes, in one pass.
 
-    1. route     ``routing.route``             which slots are whose; once a layer
+    1. route     ``experts_kept.kept_route``   which slots are whose; once a layer
     2. gather    ``Routing.gather``            tokens → slots
     3. up        ``_project``, ``_biased``     products with each expert's matrix, its adapters, its bias
                  ``activate``                  the gate; gpt-oss's with its bias in one kernel (``experts_gate.py``)
@@ -23,8 +23,9 @@ import torch
 from torch import nn
 
 from slipstream.model.experts_gate import biased_gate, fuses_gate
+from slipstream.model.experts_kept import kept_route
 from slipstream.model.experts_products import ALIGNMENT, grouped_product, sliced_product
-from slipstream.model.routing import Routing, route
+from slipstream.model.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def grouped_experts(
     adapters: AdaptersOf = no_adapters,
 ) -> torch.Tensor:
     """The experts by grouped products: no host sync."""
-    routing = route(top_k_index, module.num_experts)
+    routing = kept_route(module, top_k_index, module.num_experts)
     multiply = partial(grouped_product, routing=routing)
     return _run(module, hidden_states, top_k_weights, routing, multiply, adapters)
 
@@ -84,8 +85,8 @@ def looped_experts(
     adapters: AdaptersOf = no_adapters,
 ) -> torch.Tensor:
     """The experts one after the other over slices of the sorted slots: one host copy of their sizes a layer."""
-    routing = route(top_k_index, module.num_experts)
-    multiply = partial(sliced_product, counts=routing.counts())
+    routing = kept_route(module, top_k_index, module.num_experts)
+    multiply = partial(sliced_product, counts=routing.counts)
     return _run(module, hidden_states, top_k_weights, routing, multiply, adapters)
 
 

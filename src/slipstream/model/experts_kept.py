@@ -1,10 +1,11 @@
-"""The forward's routing kept for the recompute, so that a recomputed layer takes the same experts.
+"""The forward's routing kept for the recompute, so that a recomputed layer takes the same experts, sorted once.
 
 A recompute that routes again may decide a near-tie otherwise (a kernel that rounds differently is enough): then it
 saves tensors of other shapes than the forward, or none fails and the gradients belong to other experts. Here each
 checkpointed layer's ``topk`` inside its mixture block is looked at: the forward keeps the chosen indices and the
 recompute takes them. In both passes the values are gathered by the indices, so that both save the same tensors and
-gradients flow as the model defines them.
+gradients flow as the model defines them. What was sorted by these indices is kept beside them, some 20 bytes an
+assignment, so that an uncompiled layer sorts (or asks the device for its experts' counts) once and not twice.
 
 The block's ``forward`` is overridden on the instance and watches ``topk`` only while a checkpointed layer runs, or is
 compiled. A compiled layer chooses in an operator of its own (``slipstream::choose``), which is opaque to the compiler:
@@ -15,6 +16,7 @@ the experts registry is called after the router, too late; PyTorch's selective c
 model normalises the chosen values in place, or gives wrong gradients there.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -24,6 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from slipstream.model.routing import Routing, route
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """What ``torch.utils.checkpoint.checkpoint`` takes: contexts for one forward and for its recompute."""
@@ -35,8 +39,12 @@ class _Pass:
 
     kept: list[torch.Tensor]
     """The indices of each ``topk``, in the order of the calls."""
+    routings: dict[nn.Module, list[Routing]]
+    """What each experts module sorted by them, in the order of its calls; nothing of compiled layers."""
     recompute: bool
     at: int = 0
+    taken: Counter[nn.Module] = field(default_factory=Counter)
+    """How many of a module's routings this recompute has taken."""
 
 
 RUNNING: ContextVar[_Pass | None] = ContextVar("slipstream_running", default=None)
@@ -58,6 +66,20 @@ def _choose(scores: torch.Tensor, k: int, dim: int, largest: bool, in_order: boo
 
 choose = torch.library.custom_op("slipstream::choose", _choose, mutates_args=())
 choose.register_fake(lambda scores, k, dim, largest, in_order: torch.topk(scores, k, dim, largest, in_order).indices)
+
+
+def kept_route(module: nn.Module, top_k_index_TK: torch.Tensor, experts: int) -> Routing:
+    """``routing.route`` for one experts module; in a recompute, what its forward has made."""
+    current = None if torch.compiler.is_compiling() else RUNNING.get()
+    if current is None:
+        return route(top_k_index_TK, experts)
+    made = current.routings.setdefault(module, [])
+    if not current.recompute:
+        made.append(route(top_k_index_TK, experts))
+        return made[-1]
+    current.taken[module] += 1
+    # nothing is there where the forward was compiled and its recompute is not
+    return made[current.taken[module] - 1] if made else route(top_k_index_TK, experts)
 
 
 @dataclass
@@ -84,7 +106,8 @@ class KeptRouting:
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The ``context_fn`` of a checkpoint: for one layer's forward, and for its recompute."""
         kept: list[torch.Tensor] = []
-        return _Reentered(lambda: _run(kept, False)), _Reentered(lambda: _run(kept, True))
+        routings: dict[nn.Module, list[Routing]] = {}
+        return _Reentered(lambda: _run(kept, routings, False)), _Reentered(lambda: _run(kept, routings, True))
 
     def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -97,8 +120,8 @@ class KeptRouting:
 
 
 @contextmanager
-def _run(kept: list[torch.Tensor], recompute: bool) -> Iterator[None]:
-    before = RUNNING.set(_Pass(kept, recompute))
+def _run(kept: list[torch.Tensor], routings: dict[nn.Module, list[Routing]], recompute: bool) -> Iterator[None]:
+    before = RUNNING.set(_Pass(kept, routings, recompute))
     try:
         yield
     finally:

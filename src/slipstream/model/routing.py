@@ -17,6 +17,7 @@ T: tokens; K: experts a token; S = T * K slots; E: experts; H: width of a token.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ class Routing:
     top_k: int
     """Experts a token, K."""
 
+    @cached_property
     def counts(self) -> list[int]:
-        """Slots of each expert, on the host: one copy, for which the host waits."""
+        """Slots of each expert, on the host: one copy, for which the host waits the first time."""
         ends = self.offsets.tolist()
         return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
