@@ -213,6 +213,19 @@ def test_interrupted_is_130(call: Any, run: FakeRun, recipe: str) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(("rank", "waited"), [("0", []), ("1", [cli.LET_SPEAK_SECONDS])])
+def test_a_bad_recipe_is_told_by_the_first_process(
+    call: Any, monkeypatch: pytest.MonkeyPatch, recipe: str, rank: str, waited: list[float]
+) -> None:
+    """A launcher ends the others while they wait; where the first one has found nothing, they tell."""
+    waits: list[float] = []
+    monkeypatch.setattr(cli.time, "sleep", waits.append)
+    monkeypatch.setenv("RANK", rank)
+    code, _, err = call("train", recipe, "--set", "train.stepz=3")
+    assert (code, waits) == (2, waited)
+    assert "unknown key; did you mean train.steps?" in err
+
+
 def test_our_own_faults_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, run: FakeRun, recipe: str) -> None:
     run.error = RuntimeError("a fault")
     monkeypatch.setattr(sys, "argv", ["slipstream", "train", recipe])

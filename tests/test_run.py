@@ -57,17 +57,6 @@ def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch, environm
         assert (ranks.count, ranks.index) == (1, 0)
 
 
-@pytest.mark.parametrize(("name", "engine"), [("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSp")])
-def test_engines_of_the_launcher_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, engine: str
-) -> None:
-    recipe = load_recipe(DEMO, [f"output={tmp_path / 'run'}"])
-    for key, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", name: "true"}.items():
-        monkeypatch.setenv(key, value)
-    with pytest.raises(InputError, match=f"accelerate's configuration asks for {engine}.*train.sharding: fsdp2"):
-        train(recipe, resume=False, console=Console(file=io.StringIO()))
-
-
 def test_planned_steps_of_several_processes_are_each_ones() -> None:
     recipe = load_recipe(DEMO, ["train.steps=null", "train.accumulate=2"])
     assert [planned_steps(recipe, 13, processes) for processes in (1, 2, 3)] == [7, 4, 3]

@@ -6,6 +6,8 @@ the price is imports that are not at the top of the file.
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -91,7 +93,8 @@ def train(
 ) -> None:
     """Fine-tune as the recipe says."""
     with output(as_json) as emit:
-        checked = _recipe(recipe, overrides)
+        with _first_speaks_first():
+            checked = _recipe(recipe, overrides)
         with importing():
             from slipstream import run
 
@@ -220,6 +223,19 @@ def merge(
             from slipstream import results
 
         emit(results.merge(run_folder, out, dtype=dtype, console=console(stderr=as_json)).to_dict())
+
+
+@contextmanager
+def _first_speaks_first() -> Iterator[None]:
+    """What every process of a run finds wrong before they are joined is told by the first of them: the launcher, which
+    ends all once that one has ended, leaves the others no time to. What another one finds alone, it tells later.
+    """
+    try:
+        yield
+    except InputError:
+        if not speaks():
+            time.sleep(LET_SPEAK_SECONDS)
+        raise
 
 
 def _recipe(path: str, overrides: list[str] | None) -> "Recipe":

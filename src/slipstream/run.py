@@ -56,6 +56,7 @@ from slipstream.train.arguments import KeepBest, training_arguments
 from slipstream.train.divergence import StopOnDivergence
 from slipstream.train.interrupt import StopRequest
 from slipstream.train.late_evaluation import LateEvaluation
+from slipstream.train.launcher import check_launcher
 from slipstream.train.optimizers import choose_optimizer
 from slipstream.train.options import check_schedule
 from slipstream.train.progress import ProgressBar
@@ -83,6 +84,7 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
             check_here(recipe)
             here = describe("cuda" if torch.cuda.is_available() else "cpu")
             check_mode(recipe.train.mode, here, packed=recipe.packing.enabled)
+            check_launcher(compute_dtype(here), has_card=torch.cuda.is_available())
         keep_compiled_code()
         quiet_libraries()
         same = "start all processes with the same recipe, --set and --resume"

@@ -10,6 +10,7 @@ import torch
 from packed import documents, model_of, row_of, summed_loss_alone, with_adapter
 from slipstream import InputError, Options, PackedCollator, Trainer, apply
 from slipstream.device.feed import PaddedCollator
+from slipstream.train import trainer as trainer_module
 from slipstream.train.arguments import KeepBest, training_arguments
 from slipstream.train.checkpoint import last_checkpoint
 from slipstream.train.options import TrainOptions
@@ -409,3 +410,30 @@ def test_the_head_runs_in_the_dtype_that_the_arguments_ask_for(family: str, tmp_
     trainer.batch_loss.head.project.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
     trainer.train()
     assert dtypes == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("launched", "flags", "dtype"),
+    [
+        ("no", {}, torch.float32),
+        ("fp16", {}, torch.float16),
+        ("bf16", {}, torch.bfloat16),
+        ("fp16", {"bf16": True}, torch.bfloat16),
+    ],
+)
+def test_a_step_is_made_for_the_precision_that_is_trained_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: str, flags: dict[str, bool], dtype: torch.dtype
+) -> None:
+    """Of the arguments, or of ``accelerate launch`` where they name none: float16's scaler can't meet a recording."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    asked, made = [], trainer_module.circumstances
+
+    def kept(*positional: Any, **named: Any) -> Any:
+        asked.append((named["dtype"], made(*positional, **named)))
+        return asked[-1][1]
+
+    monkeypatch.setattr(trainer_module, "circumstances", kept)
+    trainer_of(tmp_path, **flags)._make_step().close()
+    ((found, about),) = asked
+    assert found == dtype
+    assert about.scaled_gradients == (dtype == torch.float16)

@@ -18,7 +18,7 @@ def training_arguments(
     options: TrainOptions, checkpoints: Path, *, rows: int, has_eval: bool, cpu: bool
 ) -> TrainingArguments:
     """``options`` as transformers' ``TrainingArguments``; ``rows``: examples in a batch."""
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(checkpoints),
         max_steps=options.steps or -1,
         num_train_epochs=options.epochs,
@@ -51,6 +51,8 @@ def training_arguments(
         log_level="error",
         log_level_replica="error",
     )
+    arguments.mixed_precision = "no"  # it takes the launcher's; our trainer casts by itself (``launcher.py``)
+    return arguments
 
 
 class KeepBest(TrainerCallback):  # type: ignore[misc]

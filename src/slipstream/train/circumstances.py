@@ -8,6 +8,9 @@ from slipstream.model.quantize import parameter_count
 from slipstream.step.choice import Circumstances, compiler_obstacle, trains_whole
 from slipstream.transform import applied, base_model
 
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""By ``TrainingArguments.mixed_precision``: what its flags ask for, or the launcher where they ask for nothing."""
+
 
 def circumstances(
     model: nn.Module, *, packed: bool = True, processes: int = 1, dtype: torch.dtype = torch.float32

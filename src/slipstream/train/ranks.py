@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.errors import InputError, ToldElsewhereError
+from slipstream.train.launcher import check_alone
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)
@@ -56,7 +57,6 @@ class Ranks:
         if count == 1:
             yield cls()
             return
-        _refuse_other_engines()
         ours = not dist.is_initialized()
         if ours:
             _connect(local)
@@ -219,6 +219,7 @@ def _launched() -> tuple[int, int, int]:
     What can't be is told before anybody waits: of numbers that are no process's, the others would wait for good.
     """
     if "WORLD_SIZE" not in os.environ:
+        check_alone()
         return 1, 0, 0
     count = _from_environment("WORLD_SIZE", None)
     alone = "0" if count == 1 else None
@@ -240,13 +241,3 @@ def _from_environment(name: str, default: str | None) -> int:
     if not text.isdecimal():
         raise InputError(f"{name} is {text!r} in the environment, not a whole number; {LAUNCHER}")
     return int(text)
-
-
-def _refuse_other_engines() -> None:
-    """The launcher's own configuration may ask for engines that the recipe doesn't know of."""
-    for name, what in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
-        if os.environ.get(name, "false").lower() in ("true", "1", "yes"):
-            raise InputError(
-                f"accelerate's configuration asks for {what} ({name}); how weights are divided is the recipe's to say: "
-                "choose plain multi-GPU there (accelerate launch --multi_gpu), and train.sharding: fsdp2 to divide them"
-            )

@@ -33,7 +33,7 @@ from slipstream.errors import InputError
 from slipstream.step.choice import ModeChoice
 from slipstream.step.step import Step
 from slipstream.train.checkpoint import rotate, write_manifest
-from slipstream.train.circumstances import circumstances
+from slipstream.train.circumstances import AUTOCAST, circumstances
 from slipstream.train.forward import BatchLoss
 from slipstream.train.loss import learned_tokens
 from slipstream.train.ranks import summed_over_ranks
@@ -161,7 +161,7 @@ class Trainer(SeveralRanksTrainer):
         return super()._wrap_model(model, training, *positional, **named)
 
     def _make_step(self) -> Step:
-        dtype = self.compute_dtype or (torch.bfloat16 if self.args.bf16 else base_model(self.model).dtype)
+        dtype = self.compute_dtype or AUTOCAST.get(self.args.mixed_precision, base_model(self.model).dtype)
         packed = isinstance(self.data_collator, PackedCollator)
         together = self.args.world_size if self.sharded else 1  # whole gradients are exchanged after a recorded step
         about = circumstances(self.model, packed=packed, processes=together, dtype=dtype)
