@@ -1,5 +1,7 @@
 """A step that runs out of memory with reloads ahead is begun again with one buffer, as if nothing had happened."""
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from slipstream.step.step import Step
 from slipstream.train.train_step import circumstances
 
 BATCH = {"input_ids": IDS}
+OTHER = IDS.flip(1)
 
 
 def dropping() -> Any:
@@ -106,23 +109,53 @@ def test_with_one_buffer_nothing_would_be_gained(monkeypatch: pytest.MonkeyPatch
         assert scarce.calls == LAYERS + 1
 
 
+def two_batches(model: Any, whole: bool = False) -> dict[str, torch.Tensor]:
+    """The second adds to the gradients of the first."""
+    torch.manual_seed(5)
+    step = step_of(model)
+    step._about = replace(step._about, whole=whole)
+    step(BATCH, 2.0)
+    step({"input_ids": OTHER}, 2.0)
+    return gradients(model)
+
+
+def test_earlier_batches_gradients_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dropping()
+    with offloaded(model, buffers=3):
+        one_step(model)
+        alone = gradients(model)
+        model.zero_grad()
+        expected = two_batches(model)
+    assert any(not torch.equal(expected[name], gradient) for name, gradient in alone.items())
+    model = dropping()
+    with offloaded(model, buffers=3) as made:
+        known(monkeypatch, made)
+        scarce = Scarce(monkeypatch, 3 * LAYERS + 3)  # in the second's backward, when some layers have added theirs
+        found = two_batches(model)
+        assert scarce.calls == 3 * LAYERS + 3 + 2 * LAYERS
+        for name, gradient in expected.items():  # sums of a weight that is used twice have another order
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+        assert made.lane.most == 1
+
+
 @pytest.mark.parametrize("hindrance", ["gradients", "processes"])
 def test_what_can_not_be_undone_is_an_error_and_the_next_step_has_one_buffer(
     monkeypatch: pytest.MonkeyPatch, hindrance: str
 ) -> None:
-    """Earlier batches' gradients, to which a failed backward has added, and processes waiting for this one."""
+    """Gradients of all weights of earlier batches, to which a failed backward has added, and processes waiting."""
     model = dropping()
     with offloaded(model, buffers=2) as made:
         known(monkeypatch, made)
         if hindrance == "processes":
             monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
             monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+            failing, run = LAYERS + 1, one_step
         else:
-            next(model.parameters()).grad = torch.zeros_like(next(model.parameters()))
-        scarce = Scarce(monkeypatch, LAYERS + 1)
+            failing, run = 3 * LAYERS + 1, partial(two_batches, whole=True)
+        scarce = Scarce(monkeypatch, failing)
         with pytest.raises(torch.OutOfMemoryError):
-            one_step(model)
-        assert scarce.calls == LAYERS + 1
+            run(model)
+        assert scarce.calls == failing
         assert made.lane.most == 1
 
 

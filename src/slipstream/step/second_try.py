@@ -2,9 +2,10 @@
 
 Reload buffers beyond the first are only there to save time, so that a step which fails for want of memory may fit
 without them. A recompute can't be begun twice, nor can a backward that has freed half of its graph; the whole step can,
-as long as nothing of it is left: no gradient, and the random state as it was. Not so where earlier batches' gradients
-were in place, to which a failed backward has added, or where other processes wait in this step's collectives; there the
-error stays, and the next step has one buffer. A recording has gradients of its own and can always be begun again.
+as long as nothing of it is left: its gradients apart from those of earlier batches, and the random state as it was. Not
+so where most weights are trained, whose gradients have no room for being kept apart, or where other processes wait in
+this step's collectives; there the error stays, and the next step has one buffer. A recording has gradients of its own
+and can always be begun again.
 """
 
 from collections.abc import Sequence
@@ -43,21 +44,43 @@ class Retreat:
 class Rewind:
     """What a step must find in place to be the same step once more."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        """``parameters``: those whose gradients the step adds to; before the step."""
+    def __init__(self, parameters: Sequence[nn.Parameter], *, whole: bool) -> None:
+        """``parameters``: those whose gradients the step adds to; ``whole``: whether they are most of the model's.
+
+        Before the step: gradients that are there are put aside until ``done``.
+        """
         self.parameters = parameters
-        self.possible = not (any(p.grad is not None for p in parameters) or _others())
+        self.earlier = [p.grad for p in parameters]
+        added_to = any(grad is not None for grad in self.earlier)
+        self.possible = not (_others() or (added_to and whole))
+        self.aside = self.possible and added_to
+        if self.aside:
+            self._forget()
         devices = {p.device for p in parameters if p.device.type == "cuda"}
         self.states = {device: torch.cuda.get_rng_state(device) for device in devices}
         self.host_state = torch.get_rng_state()
 
     def __call__(self) -> None:
         """Make everything what it was."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        self._forget()
         torch.set_rng_state(self.host_state)
         for device, state in self.states.items():
             torch.cuda.set_rng_state(state, device)
+
+    def done(self) -> None:
+        """After the step, or its failure: its gradients, as far as it got, are added to those of earlier batches."""
+        if not self.aside:
+            return
+        both = [(p, old) for p, old in zip(self.parameters, self.earlier, strict=True) if old is not None]
+        added = [(old, p.grad) for p, old in both if p.grad is not None]
+        if added:
+            torch._foreach_add_([old for old, _ in added], [new for _, new in added])
+        for parameter, old in both:
+            parameter.grad = old
+
+    def _forget(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 def _others() -> bool:

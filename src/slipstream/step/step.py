@@ -75,11 +75,22 @@ class Step:
             if self._captured is not None:
                 gc.collect()
                 return self._captured(batch, learned)
-        rewind = None if retreat.offload is None else Rewind(self._parameters)
+        if retreat.offload is None:
+            return self._uncaptured(batch, learned)
+        rewind = Rewind(self._parameters, whole=self._about.whole)
+        try:
+            return self._twice(batch, learned, retreat, rewind)
+        finally:
+            rewind.done()
+
+    def _twice(
+        self, batch: Mapping[str, Any], learned: torch.Tensor | float, retreat: Retreat, rewind: Rewind
+    ) -> torch.Tensor:
+        """A step with offloaded activations, begun again if memory runs out and fewer buffers leave more of it."""
         try:
             return self._uncaptured(batch, learned)
         except torch.OutOfMemoryError:
-            if not retreat.gains() or rewind is None or not rewind.possible:
+            if not retreat.gains() or not rewind.possible:
                 raise
         # out of the handler, whose traceback keeps what the step has allocated
         gc.collect()
