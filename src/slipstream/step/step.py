@@ -64,7 +64,42 @@ class Step:
     def __call__(self, batch: Mapping[str, Any], learned: torch.Tensor | float) -> torch.Tensor:
         """The batch's summed loss divided by ``learned`` (0-d float32, detached); gradients are added to ``grad``."""
         retreat = Retreat.before(self._model)
-        if self._captured is not None:
+        replayed = self._replayed(batch, learned, retreat)
+        if replayed is not None:
+            return replayed
+        return self.between_layers(batch, partial(self._backward, batch, learned), retreat)
+
+    def between_layers(
+        self, batch: Mapping[str, Any], run: Callable[[], torch.Tensor], retreat: Retreat | None = None
+    ) -> torch.Tensor:
+        """What ``run`` gives, a forward and backward of ``batch``, with the model's layers as this mode runs them.
+
+        Where memory runs out while activations are offloaded, and fewer reload buffers leave more of it, ``run`` is
+        called a second time, with gradients and random state as they were. ``retreat``: since before an attempt of
+        another kind.
+        """
+        retreat = retreat or Retreat.before(self._model)
+        if retreat.offload is None:
+            return self._settled_run(batch, run)
+        rewind = Rewind(self._parameters, whole=self._about.whole)
+        try:
+            try:
+                return self._settled_run(batch, run)
+            except torch.OutOfMemoryError:
+                if not retreat.gains() or not rewind.possible:
+                    raise
+            # out of the handler, whose traceback keeps what the step has allocated
+            gc.collect()
+            rewind()
+            return self._settled_run(batch, run)
+        finally:
+            rewind.done()
+
+    def _replayed(
+        self, batch: Mapping[str, Any], learned: torch.Tensor | float, retreat: Retreat
+    ) -> torch.Tensor | None:
+        """The captured step's loss; None where nothing is captured, or no longer. Recorded again with fewer buffers."""
+        while self._captured is not None:
             try:
                 return self._captured(batch, learned)
             except CaptureError as error:
@@ -72,36 +107,18 @@ class Step:
             except RecordingMemoryError:
                 if not retreat.gains():
                     raise
-            if self._captured is not None:
-                gc.collect()
-                return self._captured(batch, learned)
-        if retreat.offload is None:
-            return self._uncaptured(batch, learned)
-        rewind = Rewind(self._parameters, whole=self._about.whole)
-        try:
-            return self._twice(batch, learned, retreat, rewind)
-        finally:
-            rewind.done()
+                retreat = Retreat.before(self._model)  # which gains once more only where there are buffers left
+            gc.collect()
+        return None
 
-    def _twice(
-        self, batch: Mapping[str, Any], learned: torch.Tensor | float, retreat: Retreat, rewind: Rewind
-    ) -> torch.Tensor:
-        """A step with offloaded activations, begun again if memory runs out and fewer buffers leave more of it."""
-        try:
-            return self._uncaptured(batch, learned)
-        except torch.OutOfMemoryError:
-            if not retreat.gains() or not rewind.possible:
-                raise
-        # out of the handler, whose traceback keeps what the step has allocated
-        gc.collect()
-        rewind()
-        return self._uncaptured(batch, learned)
-
-    def _uncaptured(self, batch: Mapping[str, Any], learned: torch.Tensor | float) -> torch.Tensor:
+    def _settled_run(self, batch: Mapping[str, Any], run: Callable[[], torch.Tensor]) -> torch.Tensor:
         self.settle(batch)
         with self.layers():
-            loss = self._loss(batch) / learned
-            loss.backward()  # type: ignore[no-untyped-call]
+            return run()
+
+    def _backward(self, batch: Mapping[str, Any], learned: torch.Tensor | float) -> torch.Tensor:
+        loss = self._loss(batch) / learned
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def settle(self, batch: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 
 from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator
-from slipstream.device.segments import Segments
 from slipstream.errors import InputError
 from slipstream.step.choice import ModeChoice
 from slipstream.step.step import Step
@@ -40,36 +39,8 @@ from slipstream.train.ranks import summed_over_ranks
 from slipstream.train.records import EvalRecord, StepLog, StepRecord
 from slipstream.train.run_folder import SAVING, publish, staging_for
 from slipstream.train.several import SeveralRanksTrainer
+from slipstream.train.tally import StepTally
 from slipstream.transform import base_model
-
-
-@dataclass
-class _StepTally:
-    """What one optimizer step has gone through so far."""
-
-    tokens: int = 0
-    documents: int = 0
-    padding: int = 0
-    loss: torch.Tensor | None = None
-    learned: torch.Tensor | None = None
-    grad_norm: torch.Tensor | None = None
-    learning_rate: float = 0.0
-
-    def add(self, inputs: dict[str, Any], loss: torch.Tensor, learned: torch.Tensor) -> None:
-        rows, width = inputs["input_ids"].shape
-        segments: Segments | None = inputs.get("segments")
-        if segments is not None:
-            self.documents += len(segments.lengths)
-            self.padding += segments.padding
-            self.tokens += segments.total - segments.padding
-        else:  # padded batches; without the collator's lengths only the device knows where padding begins
-            lengths = inputs.get("lengths")
-            tokens = rows * width if lengths is None else sum(lengths)
-            self.documents += rows if lengths is None else sum(map(bool, lengths))
-            self.padding += rows * width - tokens
-            self.tokens += tokens
-        self.loss = loss if self.loss is None else self.loss + loss
-        self.learned = learned
 
 
 class Trainer(SeveralRanksTrainer):
@@ -117,7 +88,7 @@ class Trainer(SeveralRanksTrainer):
         """How the training at hand runs forward and backward."""
         self.sharding_decision = self.divide(sharding, compute_dtype)
         self._saving = False
-        self._tally = _StepTally()
+        self._tally = StepTally()
         self._step_began = time.perf_counter()
         self.add_callback(_Recorder(self))
 
@@ -144,10 +115,14 @@ class Trainer(SeveralRanksTrainer):
         model.train()
         inputs = self._prepare_inputs(inputs)
         if step.mode != "captured" and not self.exchanges:
-            step.settle(inputs)
-            with step.layers():
-                loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
-            return loss
+            tally, own = self._tally, super().training_step
+
+            def once() -> torch.Tensor:
+                self._tally = replace(tally)  # of a step that is begun again nothing counts twice
+                result: torch.Tensor = own(model, inputs, num_items_in_batch)
+                return result
+
+            return step.between_layers(inputs, once)
         learned = learned_tokens(inputs["labels"]) if num_items_in_batch is None else num_items_in_batch
         learned = torch.as_tensor(learned)
         loss = step(inputs, learned.clamp(min=1))
@@ -318,7 +293,7 @@ class Trainer(SeveralRanksTrainer):
 
     def _push_record(self) -> None:
         """Hand the step's numbers to the log; scalars leave the device asynchronously."""
-        tally, self._tally = self._tally, _StepTally()
+        tally, self._tally = self._tally, StepTally()
         now = time.perf_counter()
         assert tally.loss is not None
         assert tally.learned is not None
