@@ -50,6 +50,6 @@ def test_a_step_begun_again_counts_once(tmp_path: Path, monkeypatch: pytest.Monk
     found, ours = trained(tmp_path / "again", monkeypatch, FAILING)
     assert len(expected) == 2
     for record, wanted in zip(found, expected, strict=True):
-        for name in ("tokens", "documents", "padding", "learned_tokens", "loss", "grad_norm"):
+        for name in ("tokens", "documents", "padding_tokens", "learned_tokens", "loss", "grad_norm"):
             assert getattr(record, name) == pytest.approx(getattr(wanted, name)), name
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(ours, weights, strict=True))
