@@ -47,14 +47,14 @@ def test_checkpointing_is_outside_of_compiled_layers(untranslated: None, offload
 
 def test_looped_experts_are_compiled_for_no_counts(untranslated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop's slices have other sizes in each batch, which must not become constants of compiled code."""
-    seen, counts = set(), Routing.counts
+    seen, counts = set(), Routing.counts.func  # a cached property's
 
     def heard(routing: Routing) -> list[int]:
         found = counts(routing)
         seen.add(tuple(found))
         return found
 
-    monkeypatch.setattr(Routing, "counts", heard)
+    monkeypatch.setattr(Routing, "counts", property(heard))
     model = apply(mixture_of("olmoe"), Options(experts="loop"))
     layers = CompiledLayers(model.get_decoder())
     compiled = []
