@@ -85,7 +85,8 @@ def _rounded(module: Any) -> Rounded | None:
     """Where a norm's class rounds, if it is an RMS norm at all: tried on the CPU, with weights of our own."""
     epsilon = next((name for name in EPSILONS if isinstance(getattr(module, name, None), float)), None)
     takes = list(inspect.signature(type(module).forward).parameters)
-    if epsilon is None or len(takes) != 2 or set(module._parameters) != {"weight"} or module.weight.dim() != 1:
+    weights = [p for p in module._parameters.values() if p is not None]
+    if epsilon is None or len(takes) != 2 or [p.dim() for p in weights] != [1] or "weight" not in module._parameters:
         return None
     generator = torch.Generator().manual_seed(0)
     trial = copy.copy(module)
