@@ -94,7 +94,9 @@ def test_other_norms_stay_as_they_are(family: str) -> None:
     assert "Norm" in decision.reason
 
 
-@pytest.mark.parametrize("norm", [nn.RMSNorm(8, eps=1e-6, elementwise_affine=False), nn.RMSNorm(8), nn.LayerNorm(8)])
+@pytest.mark.parametrize(
+    "norm", [nn.RMSNorm(8, eps=1e-6, elementwise_affine=False), nn.RMSNorm(8, eps=1e-6), nn.RMSNorm(8), nn.LayerNorm(8)]
+)
 def test_norms_without_weights_or_with_more_stay_as_they_are(norm: nn.Module) -> None:
     found, decision = choose_norms("auto", nn.Sequential(norm), CARD)
     assert not found

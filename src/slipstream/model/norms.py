@@ -34,8 +34,8 @@ NormsChoice = Literal["auto", "model"]
 Rounded = Literal["first", "last"]
 """Whether the normalised input is rounded before it is multiplied with the weight, or the product after."""
 EPSILONS = ("variance_epsilon", "eps")
-TRIED = (64, 256)
-"""Shape of what a class is tried on."""
+TRIED = 256
+"""Vectors that a class is tried on."""
 ROUNDING = 0.01
 """Share of the tried numbers that may round to the other side; one that is rounded elsewhere differs in a third."""
 
@@ -85,13 +85,16 @@ def _rounded(module: Any) -> Rounded | None:
     """Where a norm's class rounds, if it is an RMS norm at all: tried on the CPU, with weights of our own."""
     epsilon = next((name for name in EPSILONS if isinstance(getattr(module, name, None), float)), None)
     takes = list(inspect.signature(type(module).forward).parameters)
+    if isinstance(module, nn.RMSNorm):  # which is that kernel already
+        return None
     weights = [p for p in module._parameters.values() if p is not None]
     if epsilon is None or len(takes) != 2 or [p.dim() for p in weights] != [1] or "weight" not in module._parameters:
         return None
     generator = torch.Generator().manual_seed(0)
     trial = copy.copy(module)
-    x = torch.randn(TRIED, generator=generator, device="cpu")
-    weight = 0.5 + torch.rand(TRIED[-1:], generator=generator, device="cpu")
+    width = module.weight.numel()
+    x = torch.randn(TRIED, width, generator=generator, device="cpu")
+    weight = 0.5 + torch.rand(width, generator=generator, device="cpu")
     x, weight = x.bfloat16(), weight.bfloat16()
     trial._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
     with torch.no_grad():
