@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from slipstream.data.chunks import ChunkMaker
 from slipstream.device import ceilings
 from slipstream.errors import ToldElsewhereError
 from slipstream.recipe import Recipe, load_recipe
+from slipstream.train import run_folder
 from slipstream.train.records import read_records
 from tiny import tiny_model, tiny_tokenizer
 
@@ -37,6 +39,13 @@ ROWS = 13
 """An odd number: with two ranks one of them has a batch of nothing at the end of each epoch."""
 EPOCHS = 2
 STEPS = 14
+TIED: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "tied whole": {"adapter": {"rank": 4, "modules_to_save": ["embed_tokens"]}},
+    "tied tokens": {"load": {"new_tokens": ["<think>", "</think>"]}},
+    "tied full": {"adapter": {"kind": "none"}, "train__learning_rate": 0.001},
+}
+"""What is trained of a model with tied weights: adapters, a copy of the embedding, two of its rows, all weights."""
 Arm = Callable[[], None]
 
 
@@ -185,6 +194,31 @@ def begin_elsewhere(arm: Arm) -> None:
     Trainer._wrap_model = wrapped  # type: ignore[method-assign]
 
 
+def tied_runs(run: Callable[..., None], folder: Path) -> None:
+    """Divided runs of a model whose embedding is the head's own tensor, most killed and resumed, and one process's."""
+    torch.manual_seed(0)
+    tiny_model(tie_word_embeddings=True).save_pretrained(folder / "tied")
+    tiny_tokenizer().save_pretrained(folder / "tied")
+    common = {"model": str(folder / "tied"), "data__eval": None, "train__eval_every": None, "train__epochs": 1}
+    for name, changes in TIED.items():
+        several = {"train__sharding": "fsdp2", **common, **changes}
+        if name != "tied":
+            run(name, 2, arms={0: at_call(Trainer, "training_step", 5, die)}, **several)
+        run(name, 2, resume=name != "tied", **several)
+        run(f"{name} alone", 1, train__accumulate=2, train__save_every=None, **common, **changes)
+
+
+def in_folder(place: Path) -> Arm:
+    """A process started there, which doesn't look long for what others have written."""
+
+    def arm() -> None:
+        place.mkdir(exist_ok=True)
+        os.chdir(place)
+        run_folder.SEEN_WITHIN = 0.1
+
+    return arm
+
+
 def main(folder: Path) -> None:
     write_inputs(folder)
     slipstream.run.write_report = lambda path: path / "report.html"  # half of a run's time, and tested elsewhere
@@ -223,6 +257,7 @@ def main(folder: Path) -> None:
     run("full", 2, arms={0: at_call(Trainer, "training_step", 12, die)}, train__accumulate=2, **full, **divided)
     run("full", 2, resume=True, train__accumulate=2, **full, **divided)
     run("full alone", 1, train__accumulate=4, **full, **unsaved)
+    tied_runs(run, folder)
     run("two", 1, "fewer", resume=True, train__epochs=3)
     others = [recipe_in(folder, "others", train__seed=index, adapter__rank=4 + index) for index in range(2)]
     told["others"] = [launch(others, "others", folder)]
@@ -238,6 +273,13 @@ def main(folder: Path) -> None:
     many = {"data__train": str(folder / "many.jsonl"), "data__eval": None, "train__eval_every": None}
     run("rows", 2, arms={1: functools.partial(given, "prepare_rows", 1, str(folder / "changed.jsonl"))}, **many)
     run("bad", 2, data__max_length=20)
+    apart = {0: in_folder(folder / "here"), 1: in_folder(folder / "there")}
+    for resume in (False, True):
+        recipe = replace(recipe_in(folder, "apart"), output="apart")
+        if resume:
+            run_json = folder / "here/apart/run.json"
+            run_json.write_text("{}")
+        told.setdefault("apart", []).append(launch([recipe] * 2, "apart", folder, resume, apart))
     (folder / "told.json").write_text(json.dumps(told))
 
 

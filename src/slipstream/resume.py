@@ -118,12 +118,13 @@ class TakenUp:
 
 @contextmanager
 def claimed(recipe: Recipe, ranks: Ranks, *, resume: bool) -> Iterator[RunFolder]:
-    """The run's folder, claimed by the first rank for all."""
+    """The run's folder, claimed by the first rank for all; ``InputError`` where they don't all see it."""
     folder = RunFolder(Path(recipe.output))
     with ExitStack() as held:
         with ranks.together():
             if ranks.first:
                 held.enter_context(RunFolder.claimed(folder.path, resume=resume))
+        ranks.agree_on(folder)
         yield folder
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from ranked import EPOCHS, ROWS, STEPS
+from ranked import EPOCHS, ROWS, STEPS, TIED
 from slipstream.train.checkpoint import is_whole
 from slipstream.train.records import Records, StepRecord, read_records
 
@@ -155,6 +157,31 @@ def test_divided_weights_are_trained_whole(ranked: Path) -> None:
     assert json.loads((ranked / "runs/full/model/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
+@pytest.mark.parametrize("name", TIED)
+def test_divided_weights_that_are_tied(ranked: Path, name: str) -> None:
+    """The embedding is the head's own tensor; what is trained is saved whole, and gone on with."""
+    statuses = told(ranked, name)
+    assert statuses[-1] == [0, 0], log(ranked, name)
+    if name != "tied":
+        assert statuses[0][0] == -9
+        assert "going on from step 3 " in log(ranked, name)
+    assert "each divided over 2 ranks" in log(ranked, name)
+    file = "model/model.safetensors" if name == "tied full" else "adapter/adapter_model.safetensors"
+    there, here = weights(ranked, name, file), weights(ranked, f"{name} alone", file)
+    assert_near(there, here, 1e-6)
+    trained = {"tied whole": "embed_tokens.weight", "tied tokens": "trainable_tokens_delta"}.get(name, "proj")
+    assert any(trained in key and float(value.abs().max()) > 0.01 for key, value in there.items())
+    assert not any("lm_head" in key for key in there)
+
+
+@pytest.mark.parametrize("name", [name for name in TIED if name != "tied full"])
+def test_plain_peft_loads_them(ranked: Path, name: str) -> None:
+    base = AutoModelForCausalLM.from_pretrained(ranked / "tied")
+    assert base.get_input_embeddings().weight is base.get_output_embeddings().weight
+    loaded = get_peft_model_state_dict(PeftModel.from_pretrained(base, ranked / "runs" / name / "adapter"))
+    assert_near(loaded, weights(ranked, name), 0)
+
+
 def test_checkpoints_hold_every_ranks_random_state(ranked: Path) -> None:
     found = sorted((ranked / "runs/two/checkpoints").iterdir())
     assert found
@@ -162,6 +189,20 @@ def test_checkpoints_hold_every_ranks_random_state(ranked: Path) -> None:
         assert is_whole(checkpoint)
         listed = json.loads((checkpoint / "slipstream.json").read_text())["files"]
         assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= listed.keys()
+
+
+def test_a_folder_that_not_all_see_is_refused(ranked: Path) -> None:
+    """Two machines without a shared disk, or, as here, a relative output from two folders; anew and on resuming."""
+    assert told(ranked, "apart") == [[2, 2], [2, 2]]
+    lines = log(ranked, "apart").splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert "'apart' is not one folder for all processes: what process 0 writes to" in line
+        assert f"is not there for process 1 of 2, which looks in '{ranked / 'there/apart'}' on " in line
+        assert line.endswith("or start all processes in the same folder")
+    assert log(ranked, "apart", 1) == ""
+    assert [file.name for file in (ranked / "here/apart").iterdir()] == ["run.json"]  # which the test has put there
+    assert not list((ranked / "there").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ it. Hence `Ranks.together` for errors, `Ranks.shared` for choices, and `Consensu
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from platform import node
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from slipstream.errors import InputError, ToldElsewhereError
 from slipstream.train.launcher import check_alone
+from slipstream.train.run_folder import RunFolder
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)
@@ -141,6 +143,23 @@ class Ranks:
             if self.first and other is not None:
                 told = _differences(all_values[0], all_values[other])
                 raise InputError(f"{what} differs between processes 0 and {other} of {self.count}: {told}; {remedy}")
+
+    def agree_on(self, folder: RunFolder) -> None:
+        """Raises ``InputError`` where not all ranks see in ``folder``, which exists, what the first one writes there."""
+        if self.count == 1:
+            return
+        with ExitStack() as held:
+            token = self.shared(lambda: held.enter_context(folder.token()))
+            looked = self.gathered((folder.holds(token), f"'{os.path.abspath(folder.path)}' on {node()}"))
+        other = next((index for index, (seen, _) in enumerate(looked) if not seen), None)
+        with self.together():
+            if self.first and other is not None:
+                raise InputError(
+                    f"output '{folder.path}' is not one folder for all processes: what process 0 writes to "
+                    f"{looked[0][1]} is not there for process {other} of {self.count}, which looks in "
+                    f"{looked[other][1]}; set output to a folder on a disk that all machines share, by its absolute "
+                    f"path, or start all processes in the same folder"
+                )
 
     def any(self, wish: bool) -> bool:
         """Whether any rank has the wish; waits for all."""

@@ -13,10 +13,12 @@ import math
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+from uuid import uuid4
 
 from slipstream.errors import InputError
 from slipstream.permissions import as_umask_says
@@ -29,6 +31,8 @@ SAVING, REPLACED, REMOVING = ".saving", ".replaced", ".removing"
 
 LOCK = ".lock"
 """The file whose lock a running training holds."""
+SEEN_WITHIN = 10.0
+"""Seconds after which what one machine has written counts as unseen by another: some file servers show it late."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,23 @@ class RunFolder:
             )
         return folder
 
+    @contextlib.contextmanager
+    def token(self) -> Iterator[str]:
+        """The name of an empty file that is there inside the context, and in no other folder, since it is random."""
+        file = self.path / f"{LOCK}.{uuid4().hex}.tmp"
+        file.touch(exist_ok=False)
+        try:
+            yield file.name
+        finally:
+            file.unlink(missing_ok=True)
+
+    def holds(self, token: str) -> bool:
+        """Whether another process's ``token`` is there, by ``SEEN_WITHIN`` at the latest."""
+        until = time.monotonic() + SEEN_WITHIN
+        while not (seen := os.path.exists(self.path / token)) and time.monotonic() < until:
+            time.sleep(0.1)
+        return seen
+
     @property
     def run_json(self) -> Path:
         """What was run, and how it ended."""
@@ -152,8 +173,9 @@ class RunFolder:
             _clean(place)
 
     def _remove_temporary_files(self) -> None:
-        for file in (self.run_json, self.steps, self.evals, self.report):
-            for temporary in self.path.glob(f".{file.name}.*.tmp"):
+        files = (self.run_json, self.steps, self.evals, self.report)
+        for name in (LOCK, *(f".{file.name}" for file in files)):
+            for temporary in self.path.glob(f"{name}.*.tmp"):
                 temporary.unlink(missing_ok=True)
 
     def _age(self) -> str:

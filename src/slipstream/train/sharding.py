@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from slipstream.decision import Decision
 from slipstream.errors import InputError
@@ -106,21 +107,36 @@ def give_back(model: nn.Module) -> None:
 
 
 def whole_weights(model: nn.Module) -> dict[str, Any]:
-    """The trained weights, whole and on the host, on the first rank; empty on the others. All ranks must call it."""
-    frozen = not all(parameter.requires_grad for parameter in model.parameters())
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=frozen)
-    weights: dict[str, Any] = get_model_state_dict(model, options=options)
-    tied: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = tied.setdefault(id(parameter), name)
-        if name != first and name in weights:  # gathered twice, it would be saved twice
-            weights[name] = weights[first]
-    return weights
+    """The trained weights, whole and on the host, on the first rank; empty on the others. All ranks must call it.
+
+    A weight of several names (an embedding that is the head's own, too) is there under each, and collected once.
+    """
+    parameters, first = dict(model.named_parameters(remove_duplicate=False)), dist.get_rank() == 0
+    whole: dict[int, torch.Tensor] = {}
+    weights: dict[str, Any] = {}
+    # PyTorch's own way to leave out frozen weights leaves out one of their names, and collects the others.
+    for name, share in get_model_state_dict(model).items():
+        parameter = parameters.get(name)
+        if parameter is not None and not parameter.requires_grad:
+            continue
+        key = id(share if parameter is None else parameter)
+        if key not in whole:
+            tensor = share.full_tensor() if isinstance(share, DTensor) else share
+            whole[key] = tensor.cpu() if first else torch.empty(0)
+        weights[name] = whole[key]
+    return weights if first else {}
 
 
 def load_weights(model: nn.Module, weights: dict[str, Any]) -> None:
-    """Put whole weights of the first rank (the others give none) where they belong; those not given stay."""
-    set_model_state_dict(model, weights, options=FROM_FIRST)
+    """Put whole weights of the first rank (the others give none) where they belong; those not given stay.
+
+    A weight of several names is put by its first: of a module that hangs in two places PyTorch divides one only.
+    """
+    names, first = (
+        {name for name, _ in model.named_parameters(remove_duplicate=once)} for once in (False, True)
+    )
+    once = {name: weight for name, weight in weights.items() if name not in names - first}
+    set_model_state_dict(model, once, options=FROM_FIRST)
 
 
 def whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
