@@ -1,11 +1,13 @@
 """Folders that appear whole, and what a killed process left being put right."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from slipstream import InputError
+from slipstream.train import run_folder
 from slipstream.train.run_folder import RunFolder, discard, publish, staging_for
 
 
@@ -80,6 +82,33 @@ def test_half_written_files_are_cleaned_away_and_no_others(tmp_path: Path) -> No
     (tmp_path / ".mine.tmp").touch()
     run.clean()
     assert names(tmp_path) == [".mine.tmp"]
+
+
+def test_a_token_is_in_one_folder_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "SEEN_WITHIN", 0.05)
+    here, there = (RunFolder.create(tmp_path / name) for name in ("here", "there"))
+    with here.token() as token, here.token() as another:
+        assert token != another
+        assert here.holds(token)
+        assert not there.holds(token)
+        assert not RunFolder(tmp_path / "nowhere").holds(token)
+    assert names(here.path) == []
+
+
+def test_a_token_that_comes_late_is_seen(tmp_path: Path) -> None:
+    """As on a file server that shows it some time after it was written."""
+    writer = threading.Timer(0.3, (tmp_path / "token").touch)
+    writer.start()
+    assert not (tmp_path / "token").exists()
+    assert RunFolder(tmp_path).holds("token")
+    writer.join()
+
+
+def test_a_token_of_a_killed_process_is_in_nobodys_way(tmp_path: Path) -> None:
+    with RunFolder(tmp_path).token() as token:
+        assert names(tmp_path) == [token]
+        RunFolder.create(tmp_path)
+        assert names(tmp_path) == []
 
 
 def test_a_run_stopped_before_its_first_record_starts_again(tmp_path: Path) -> None:

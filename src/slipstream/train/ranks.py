@@ -145,7 +145,7 @@ class Ranks:
                 raise InputError(f"{what} differs between processes 0 and {other} of {self.count}: {told}; {remedy}")
 
     def agree_on(self, folder: RunFolder) -> None:
-        """Raises ``InputError`` where not all ranks see in ``folder``, which exists, what the first one writes there."""
+        """Raises ``InputError`` where not all ranks see in ``folder`` what the first one writes there."""
         if self.count == 1:
             return
         with ExitStack() as held:

@@ -111,18 +111,19 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
 
     A weight of several names (an embedding that is the head's own, too) is there under each, and collected once.
     """
+    shares: dict[str, Any] = get_model_state_dict(model)
     parameters, first = dict(model.named_parameters(remove_duplicate=False)), dist.get_rank() == 0
-    whole: dict[int, torch.Tensor] = {}
+    whole: dict[int, Any] = {}
     weights: dict[str, Any] = {}
     # PyTorch's own way to leave out frozen weights leaves out one of their names, and collects the others.
-    for name, share in get_model_state_dict(model).items():
+    for name, share in shares.items():
         parameter = parameters.get(name)
         if parameter is not None and not parameter.requires_grad:
             continue
         key = id(share if parameter is None else parameter)
         if key not in whole:
             tensor = share.full_tensor() if isinstance(share, DTensor) else share
-            whole[key] = tensor.cpu() if first else torch.empty(0)
+            whole[key] = tensor.cpu() if first else None
         weights[name] = whole[key]
     return weights if first else {}
 
@@ -132,10 +133,9 @@ def load_weights(model: nn.Module, weights: dict[str, Any]) -> None:
 
     A weight of several names is put by its first: of a module that hangs in two places PyTorch divides one only.
     """
-    names, first = (
-        {name for name, _ in model.named_parameters(remove_duplicate=once)} for once in (False, True)
-    )
-    once = {name: weight for name, weight in weights.items() if name not in names - first}
+    firsts = {name for name, _ in model.named_parameters()}
+    others = {name for name, _ in model.named_parameters(remove_duplicate=False)} - firsts
+    once = {name: weight for name, weight in weights.items() if name not in others}
     set_model_state_dict(model, once, options=FROM_FIRST)
 
 
