@@ -24,7 +24,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from slipstream.data.account import counted
-from slipstream.data.packing import PackingReport, pack_dataset, packed
+from slipstream.data.packing import PackingReport, pack_rows, packed
 from slipstream.data.tokens import Progress, TokenisedSet, tokenise
 from slipstream.decision import Decision
 from slipstream.errors import InputError
@@ -137,7 +137,7 @@ def _packed(
     options, seed = recipe.packing, recipe.train.seed
     if not options.enabled:
         return tokenised.documents, PackingReport.unpacked(lengths, options.rows, options.tokens)
-    rows = pack_dataset(tokenised.documents, options.tokens, seed=seed, window=options.window)
+    rows = pack_rows(tokenised.documents, options.tokens, seed=seed, window=options.window)
     same = packed(lengths, options.tokens, seed=seed, window=options.window)
     return rows, PackingReport.of(lengths, same, options.tokens)
 

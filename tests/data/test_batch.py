@@ -68,8 +68,23 @@ def test_examples_are_not_changed() -> None:
         ([{"input_ids": [1, 2, 3], "seq_lengths": [3, 0]}], "every length must be at least 1"),
         ([{"input_ids": [1, 2, 3], "seq_lengths": [4, -1]}], "every length must be at least 1"),
         ([{"input_ids": [1, 2, 3], "seq_lengths": []}], "sum to 0"),
+        ([{"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}], "start again at token 2 .*remove_unused_columns=False"),
+        ([{"input_ids": [1, 2, 3], "position_ids": [4, 0, 1]}], "start again at token 1 .*lost its boundaries"),
     ],
 )
 def test_bad_examples_are_refused(examples: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(InputError, match=message):
         collate(examples, 8)
+
+
+def test_positions_say_nothing_where_lengths_do() -> None:
+    row = {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}
+    alone = collate([row], 4)
+    for positions in ([0, 1, 2], [7, 8, 9]):
+        found = collate([{**row, "position_ids": positions}], 4)
+        assert found.lengths == (3,)
+        assert torch.equal(found.position_ids, alone.position_ids)
+    for positions in ([0, 1, 0], [0, 1, 2]):
+        found = collate([{**row, "seq_lengths": [2, 1], "position_ids": positions}], 4)
+        assert found.lengths == (2, 1)
+        assert found.position_ids.tolist()[0][:3] == [0, 1, 0]

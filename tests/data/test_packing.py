@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.data import packing as packing_module
-from slipstream.data.packing import PackingReport, document_lengths, pack, pack_dataset, packed
+from slipstream.data.packing import PackingReport, document_lengths, pack, pack_dataset, pack_rows, packed
 from slipstream.errors import InputError
 
 
@@ -197,10 +197,20 @@ IDS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [11, 12]]
 def test_packed_rows_without_labels(tmp_path: Path) -> None:
     source = made(IDS, attention_mask=[[1] * len(ids) for ids in IDS])
     packed = pack_dataset(source, 6, cache_dir=tmp_path)
-    assert packed.column_names == ["input_ids", "labels", "seq_lengths"]
+    assert packed.column_names == ["input_ids", "labels", "seq_lengths", "position_ids"]
     assert all(feature.feature.dtype == "int32" for feature in packed.features.values())
     assert len(packed) == 2
     assert sorted(documents_of(packed)) == sorted((tuple(ids), (-100, *ids[1:])) for ids in IDS)
+
+
+def test_positions_begin_anew_with_each_document(tmp_path: Path) -> None:
+    rows = pack_dataset(made(IDS), 6, cache_dir=tmp_path)
+    assert any(len(row["seq_lengths"]) > 1 for row in rows)
+    for row in rows:
+        assert row["position_ids"] == [at for length in row["seq_lengths"] for at in range(length)]
+    without = pack_rows(made(IDS), 6, cache_dir=tmp_path)
+    assert without.column_names == ["input_ids", "labels", "seq_lengths"]
+    assert without.to_list() == rows.remove_columns("position_ids").to_list()
 
 
 def test_the_learned_mask_survives_packing(tmp_path: Path) -> None:

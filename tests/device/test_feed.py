@@ -52,3 +52,10 @@ def test_a_padded_batch() -> None:
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
     assert batch["lengths"] == (3, 1, 2)
     assert batch["labels"].tolist() == [[-100, 2, 3], [-100, -100, -100], [-100, 6, -100]]
+
+
+def test_a_packed_row_is_no_row_of_a_padded_batch() -> None:
+    rows = [{"input_ids": [1, 2, 3], "seq_lengths": [3]}, {"input_ids": [4, 5, 6], "seq_lengths": [1, 2]}]
+    assert PaddedCollator()(rows[:1])["lengths"] == (3,)
+    with pytest.raises(InputError, match="a packed row of 2 documents in a padded batch"):
+        PaddedCollator()(rows)

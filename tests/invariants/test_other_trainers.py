@@ -84,10 +84,11 @@ def assert_same(seen: list[tuple[float, float]], expected: list[tuple[float, flo
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_transformers_own_trainer(order: str, accumulate: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("accumulate", "columns"), [(1, {}), (2, {}), (1, {"remove_unused_columns": False})])
+def test_transformers_own_trainer(order: str, accumulate: int, columns: dict[str, bool], tmp_path: Path) -> None:
+    """As the README has it, with the column removal that is its default, and without."""
     settings = {**SETTINGS, "gradient_accumulation_steps": accumulate, "per_device_train_batch_size": 1}
-    args = TrainingArguments(str(tmp_path / "theirs"), remove_unused_columns=False, **settings)
+    args = TrainingArguments(str(tmp_path / "theirs"), **settings, **columns)
     collator = PackedCollator(tokens=TOKENS)
     theirs = transformers.Trainer(applied(order), args, train_dataset=rows(), data_collator=collator)
     assert_same(losses(theirs), ours(tmp_path, rows(), gradient_accumulation_steps=accumulate))

@@ -45,8 +45,10 @@ def collate(examples: Sequence[Mapping[str, Any]], tokens: int) -> PackedBatch:
     """Lay examples end to end in order and fill up to ``tokens``.
 
     An example is a document (``input_ids``, optionally ``labels``) or a packed row, which has ``seq_lengths`` too.
-    A row without documents (``seq_lengths`` empty) adds nothing; a batch of such rows alone is all padding. Raises
-    ``InputError`` when the examples hold more than ``tokens`` tokens or disagree with their own lengths.
+    Of ``position_ids`` only this is read: where they start again and ``seq_lengths`` is gone, a row has lost its
+    boundaries. A row without documents (``seq_lengths`` empty) adds nothing; a batch of such rows alone is all padding.
+    Raises ``InputError`` when the examples hold more than ``tokens`` tokens, disagree with their own lengths or have
+    lost them.
     """
     if not examples:
         raise InputError("a batch of no examples: give at least one document or packed row")
@@ -87,6 +89,7 @@ def _lengths(example: Mapping[str, Any], row: np.ndarray) -> tuple[int, ...]:
     if row.ndim != 1 or row.size == 0:
         raise InputError(f"input_ids of shape {list(row.shape)}: an example is a non-empty list of token ids")
     if "seq_lengths" not in example:
+        _refuse_lost(example.get("position_ids"))
         return (int(row.size),)
     lengths = tuple(int(length) for length in example["seq_lengths"])
     if sum(lengths) != row.size or min(lengths, default=0) < 1:
@@ -95,6 +98,20 @@ def _lengths(example: Mapping[str, Any], row: np.ndarray) -> tuple[int, ...]:
             f"every length must be at least 1 and their sum the row's length"
         )
     return lengths
+
+
+def _refuse_lost(position_ids: Any) -> None:
+    """Refuse a row without ``seq_lengths`` whose positions start again: those of a document go on by one."""
+    if position_ids is None:
+        return
+    jumps = np.flatnonzero(np.diff(np.asarray(position_ids, dtype=np.int64)) != 1)
+    if jumps.size:
+        raise InputError(
+            f"position_ids start again at token {int(jumps[0]) + 1:,} of an example without seq_lengths: a packed row "
+            f"that has lost its boundaries, so its documents would see each other. Give a trainer "
+            f"slipstream.apply(model) before it drops the column, or set remove_unused_columns=False; "
+            f"if it is one document, leave out position_ids"
+        )
 
 
 def _labels(example: Mapping[str, Any], row: np.ndarray) -> np.ndarray:

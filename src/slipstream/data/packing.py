@@ -163,21 +163,40 @@ def pack_dataset(
     window: int | None = None,
     cache_dir: Path | None = None,
 ) -> "datasets.Dataset":
-    """Packed rows of at most ``tokens`` tokens: ``input_ids``, ``labels`` and ``seq_lengths``, all lists of int32.
+    """Packed rows of at most ``tokens`` tokens: ``input_ids``, ``labels``, ``seq_lengths`` and ``position_ids``, all
+    lists of int32.
 
-    The documents of a row lie one after another; ``seq_lengths`` holds their lengths. ``dataset`` needs ``input_ids``;
+    The documents of a row lie one after another; ``seq_lengths`` holds their lengths. ``position_ids`` count each
+    document's tokens from 0: trainers that drop columns keep them, so that a row which has lost its lengths shows it
+    (`collate` refuses it). ``dataset`` needs ``input_ids``;
     its ``labels`` are kept, otherwise every token is learned that ``completion_mask`` and ``assistant_masks`` (where
     they exist) allow. The label at each document's first token is -100: nothing stands before it to predict it from.
     Other columns are left behind. The rows are written to the data sets' cache (or ``cache_dir``) and mapped from
     there, so memory stays bounded.
     """
+    return pack_rows(dataset, tokens, seed=seed, window=window, cache_dir=cache_dir, positions=True)
+
+
+def pack_rows(
+    dataset: "datasets.Dataset",
+    tokens: int,
+    *,
+    seed: int = 0,
+    window: int | None = None,
+    cache_dir: Path | None = None,
+    positions: bool = False,
+) -> "datasets.Dataset":
+    """The rows of `pack_dataset`, without ``position_ids`` for a trainer that is known to keep ``seq_lengths``: they
+    would be a third of what is written.
+    """
     columns = _columns(dataset)
-    key = digest("packed", _FORMAT, dataset._fingerprint, sorted(columns), tokens, seed, window)
+    extra = ["position_ids"] if positions else []
+    key = digest("packed", _FORMAT, dataset._fingerprint, sorted(columns), tokens, seed, window, *extra)
     cache = ArrowCache.at(cache_dir)
     found = cache.find(key)
     if found is None:
         rows = packed(document_lengths(dataset), tokens, seed=seed, window=window)
-        found = cache.write(key, _packed_batches(dataset.select_columns(columns), rows), {})
+        found = cache.write(key, _packed_batches(dataset.select_columns(columns), rows, positions), {})
     return found.dataset
 
 
@@ -309,33 +328,40 @@ def _padded_tokens(sizes: Ints, batch: int) -> int:
     return int((np.maximum.reduceat(sizes, starts) * counts).sum())
 
 
-def _packed_batches(dataset: "datasets.Dataset", rows: Iterable[list[int]]) -> Iterator[pa.RecordBatch]:
+def _packed_batches(
+    dataset: "datasets.Dataset", rows: Iterable[list[int]], positions: bool
+) -> Iterator[pa.RecordBatch]:
     """Arrow batches of packed rows, each of about `_DOCUMENTS_AT_ONCE` documents; at least one, if empty."""
     source, group, documents, batches = dataset.with_format("arrow"), list[list[int]](), 0, 0
     for row in rows:
         group.append(row)
         documents += len(row)
         if documents >= _DOCUMENTS_AT_ONCE:
-            yield _packed_batch(source, group)
+            yield _packed_batch(source, group, positions)
             group, documents, batches = [], 0, batches + 1
     if group or not batches:
-        yield _packed_batch(source, group)
+        yield _packed_batch(source, group, positions)
 
 
-def _packed_batch(source: "datasets.Dataset", rows: list[list[int]]) -> pa.RecordBatch:
+def _packed_batch(source: "datasets.Dataset", rows: list[list[int]], positions: bool) -> pa.RecordBatch:
     indices = [index for row in rows for index in row]
     table = source[indices]
     lengths = pc.list_value_length(table.column("input_ids")).to_numpy().astype(np.int64)
     ids = _flat(table, "input_ids")
     labels = _labels(table, ids, lengths, indices)
-    labels[np.cumsum(lengths) - lengths] = -100
+    starts = np.cumsum(lengths) - lengths
+    labels[starts] = -100
     documents = np.array([len(row) for row in rows], dtype=np.int64)
     row_ends = np.cumsum(documents)
     tokens = np.add.reduceat(lengths, row_ends - documents) if len(rows) else lengths
-    return pa.RecordBatch.from_arrays(
-        [int32_lists(ids, tokens), int32_lists(labels, tokens), int32_lists(lengths, documents)],
-        names=["input_ids", "labels", "seq_lengths"],
-    )
+    columns = {
+        "input_ids": int32_lists(ids, tokens),
+        "labels": int32_lists(labels, tokens),
+        "seq_lengths": int32_lists(lengths, documents),
+    }
+    if positions:
+        columns["position_ids"] = int32_lists(np.arange(len(ids)) - np.repeat(starts, lengths), tokens)
+    return pa.RecordBatch.from_pydict(columns)
 
 
 def _labels(table: pa.Table, ids: Ints, lengths: Ints, indices: list[int]) -> Ints:

@@ -18,7 +18,7 @@ class PackedCollator:
     """Examples (documents, or packed rows with ``seq_lengths``) → a model-ready dict.
 
     The dict holds ``input_ids`` first, ``labels`` and ``position_ids`` (int64 [1, tokens]) and ``segments``. Documents
-    keep their order; more tokens than fit is an ``InputError``.
+    keep their order; more tokens than fit, and a packed row that has lost its boundaries, are an ``InputError``.
     """
 
     def __init__(self, *, tokens: int) -> None:
@@ -48,8 +48,14 @@ class PaddedCollator:
     """
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Pad ``examples`` to the longest of them."""
+        """Pad ``examples`` to the longest of them. Raises ``InputError`` for a row of several documents."""
         rows = [collate([example], max(1, len(example["input_ids"]))) for example in examples]
+        most = max(len(row.lengths) for row in rows)
+        if most > 1:
+            raise InputError(
+                f"a packed row of {most} documents in a padded batch, where they would see each other; "
+                f"give PaddedCollator one document an example, or use PackedCollator"
+            )
         widths = [row.input_ids.shape[1] for row in rows]
         lengths = tuple(sum(row.lengths) for row in rows)
         shape = (len(rows), max(widths))

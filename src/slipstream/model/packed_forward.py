@@ -3,7 +3,8 @@
 The decoder's pre-hook puts ``segments`` on the input's device and stops transformers from looking for packed sequences
 itself (with a 4-D mask: with ``None`` it compares position ids on the device and waits for the answer). The post-hook
 counts at the first packed forward that every attention module did read the boundaries; it is on the outer model too,
-since some models keep unknown arguments from their decoder. A model that drops the boundaries on the way would train
+since some models keep unknown arguments from their decoder. Lengths that come without segments are refused
+(``lengths_argument.py``). A model that drops the boundaries on the way would train
 with documents that see each other, without an error: it is refused instead.
 """
 
@@ -21,6 +22,7 @@ from slipstream.errors import InputError
 from slipstream.model.attention import mask_placeholder
 from slipstream.model.attention.call import Boundaries
 from slipstream.model.carrier import Carrier, attention_modules
+from slipstream.model.lengths_argument import LengthsArgument, refuse_without_segments
 from slipstream.model.rotary import by_document, by_row
 
 
@@ -37,11 +39,15 @@ class PackedForward:
     """The segments of the packed forward at hand, for modules that are handed nothing (rotary positions)."""
     rotary: list[nn.Module] = field(default_factory=list)
     hooks: list[RemovableHandle] = field(default_factory=list)
+    lengths: LengthsArgument | None = None
+    """The model's forward, which names ``seq_lengths``."""
     checked: bool = False
 
     def attach(self, model: nn.Module, base: Any) -> None:
         """Hooks on the decoder, which all calls reach, and on the models around it, which may keep segments from it."""
         decoder = base.get_decoder()
+        self.lengths = LengthsArgument(base)
+        self.lengths.attach()
         if self.packing.on:
             self.rotary = by_document(decoder, lambda: self.current)
         self.hooks = [decoder.register_forward_pre_hook(self._enter, with_kwargs=True)]
@@ -54,12 +60,15 @@ class PackedForward:
             self.hooks.append(module.register_forward_hook(partial(self._leave, decoder), with_kwargs=True))
 
     def detach(self) -> None:
-        """Remove every hook and put the rotary modules' own forward back."""
+        """Remove every hook and put the model's and the rotary modules' own forwards back."""
         for hook in self.hooks:
             hook.remove()
+        if self.lengths is not None:
+            self.lengths.detach()
         by_row(self.rotary)
 
     def _refuse(self, decoder: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_without_segments(kwargs)
         if kwargs.get("segments") is None:
             return
         mask = kwargs.get("attention_mask")

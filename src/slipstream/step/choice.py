@@ -10,6 +10,7 @@ from typing import Literal
 from slipstream.cost.hardware import Device
 from slipstream.decision import Decision
 from slipstream.errors import InputError
+from slipstream.values import checked
 
 ModeChoice = Literal["auto", "eager", "compiled", "captured"]
 Mode = Literal["eager", "compiled", "captured"]
@@ -40,7 +41,9 @@ class Circumstances:
 
 
 def choose_mode(asked: ModeChoice, about: Circumstances) -> tuple[Mode, Decision]:
-    """The mode, and the decision. Raises ``InputError`` where a named mode can't be had."""
+    """The mode, and the decision. Raises ``InputError`` where a named mode can't be had, or is none."""
+    if problems := checked("train.mode", asked, ModeChoice)[1]:
+        raise InputError("; ".join(problems))
     captured, compiled = capture_obstacle(about), compile_obstacle(about)
     if asked == "captured" and captured:
         raise InputError(

@@ -14,9 +14,10 @@ from torch import nn
 from slipstream.device.segments import Segments
 from slipstream.errors import InputError
 from slipstream.model.head import find_head
+from slipstream.model.lengths_argument import refuse_without_segments
 from slipstream.train.balance import find_balance
 from slipstream.train.loss import learned_tokens, summed_cross_entropy
-from slipstream.transform import base_model
+from slipstream.transform import applied, base_model
 
 HOST_ONLY = ("labels", "lengths")
 """Parts of a batch that the model is not given."""
@@ -44,7 +45,7 @@ class BatchLoss:
 
         ``balanced`` adds the load-balance loss, weighted by the batch's learned tokens, so that a step's is the mean
         over its batches. ``model``: the one given, or a wrapper around it. Raises ``InputError`` where no attention
-        read the segments.
+        read the segments, or documents' lengths come without segments.
         """
         if self.balance is None or not balanced:
             return self._cross_entropy(model, inputs, whole_logits)
@@ -55,6 +56,7 @@ class BatchLoss:
     def _cross_entropy(
         self, model: nn.Module, inputs: Mapping[str, Any], whole_logits: bool
     ) -> tuple[torch.Tensor, Any]:
+        refuse_without_segments(inputs)  # also where nothing was applied to the model
         labels = inputs["labels"]
         arguments = {name: value for name, value in inputs.items() if name not in HOST_ONLY}
         chunked = self.head is not None and not whole_logits
@@ -80,9 +82,12 @@ class BatchLoss:
 
 
 def _refuse_unread(model: nn.Module, segments: Segments | None) -> None:
-    """Refuse a forward in which no attention asked for the boundaries: without ``apply`` documents see each other."""
-    if segments is not None and not segments.readers:
+    """Refuse a forward in which no attention asked for the boundaries: without ``apply`` documents see each other.
+
+    A batch that an applied model has seen before has readers; hence the look at the model.
+    """
+    if segments is not None and (applied(model) is None or not segments.readers):
         raise InputError(
             f"{type(model).__name__} did not read the segments of its batch, so documents would see each other; "
-            f"give the trainer slipstream.apply(model)"
+            f"give the trainer slipstream.apply(model) (or TrainStep, in a loop of your own)"
         )

@@ -7,6 +7,9 @@
 
 What the trainer does in a step, without its loop: forward and backward in the best mode, the sum over learned tokens
 divided by all learned tokens of the step, clipping and the update. Nothing waits for the device; reading the loss does.
+
+What a loop gets wrong is refused: an optimizer of other parameters when the step is made, the rest in the step that
+meets it, by looking at names and switches on the host.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,11 +48,15 @@ class TrainStep:
 
         ``clip``: largest gradient norm, 0 for none. ``dtype``: what layers compute in; None takes the weights' half
         precision, or for float32 weights on a card that multiplies bfloat16, bfloat16 under autocast. Raises
-        ``InputError`` where ``mode`` can't be had, or nothing is trained.
+        ``InputError`` where ``mode`` can't be had, nothing is trained, ``optimizer`` does not hold all that is, or
+        ``clip`` is negative.
         """
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
             raise InputError("no parameter of the model is trained; add an adapter, or set requires_grad")
+        _refuse_others(trained, optimizer)
+        if not clip >= 0:
+            raise InputError(f"clip {clip}: the largest gradient norm is at least 0; 0 clips nothing")
         self.model, self.optimizer, self.clip = model, optimizer, clip
         self._trained, self._device = trained, trained[0].device
         weights: torch.dtype = base_model(model).dtype
@@ -63,10 +70,18 @@ class TrainStep:
         """Norm of the last step's gradients before clipping (0-d, on the device)."""
 
     def __call__(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
-        """One optimizer step on a batch, or on several whose gradients are summed; the mean loss of a learned token."""
+        """One optimizer step on a batch, or on several whose gradients are summed; the mean loss of a learned token.
+
+        Raises ``InputError`` for a batch without ``labels`` or with documents that the model would not keep apart, and
+        for a model in evaluation mode.
+        """
         batches = [batch] if isinstance(batch, Mapping) else list(batch)
         if not batches:
             raise InputError("no batches: a step needs at least one")
+        if not self.model.training:
+            raise InputError(
+                f"{type(self.model).__name__} is in evaluation mode, without dropout; call model.train() before a step"
+            )
         moved = [self._moved(one) for one in batches]
         learned = torch.stack([learned_tokens(one["labels"]) for one in moved]).sum().clamp(min=1)
         loss = torch.stack([self._step(one, learned) for one in moved]).sum()
@@ -99,6 +114,11 @@ class TrainStep:
 
     def _moved(self, batch: Batch) -> dict[str, Any]:
         """The batch on the model's device; asynchronously from pinned memory."""
+        if "labels" not in batch:
+            raise InputError(
+                f"a batch without labels (it has {', '.join(batch) or 'nothing'}): there is nothing to learn; collate "
+                f"with slipstream.PackedCollator(tokens=...), or add labels, -100 where not learned"
+            )
         return {
             name: value.to(self._device, non_blocking=True) if hasattr(value, "to") else value
             for name, value in batch.items()
@@ -109,6 +129,17 @@ class TrainStep:
 
     def _loss(self, inputs: Batch) -> torch.Tensor:
         return self._batch_loss(self.model, inputs, balanced=True)[0]
+
+
+def _refuse_others(trained: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer without some of ``trained``: they would not change, and their gradients never be cleared."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    count = sum(id(parameter) in held for parameter in trained)
+    if count < len(trained):
+        raise InputError(
+            f"the optimizer holds {count:,} of the model's {len(trained):,} trained parameters; make it of all: "
+            f"[p for p in model.parameters() if p.requires_grad] (those not to be trained: requires_grad_(False))"
+        )
 
 
 def _best(weights: torch.dtype, device: torch.device) -> torch.dtype:

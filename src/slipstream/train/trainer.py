@@ -28,12 +28,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 
 from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator
-from slipstream.errors import InputError
 from slipstream.step.choice import ModeChoice
 from slipstream.step.step import Step
 from slipstream.train.checkpoint import rotate, write_manifest
 from slipstream.train.circumstances import AUTOCAST, circumstances
 from slipstream.train.forward import BatchLoss
+from slipstream.train.ignored import refuse_ignored, refuse_uncollated
 from slipstream.train.loss import learned_tokens
 from slipstream.train.ranks import summed_over_ranks
 from slipstream.train.records import EvalRecord, StepLog, StepRecord
@@ -53,7 +53,8 @@ class Trainer(SeveralRanksTrainer):
     ``step_log``: where a ``StepRecord`` a step goes. ``on_eval``: called with each evaluation's ``EvalRecord``.
     ``mode``: ``auto``, ``eager``, ``compiled`` or ``captured``. ``on_decision``: told what is decided about the step.
     ``sharding``: ``fsdp2`` divides weights, gradients and optimizer state over the ranks.
-    Raises ``InputError`` for arguments of the base class that the packed loss would pass over.
+    Raises ``InputError`` for arguments of the base class that the packed loss would pass over, and for packed rows with
+    a collator that would.
     """
 
     control: TrainerControl
@@ -76,7 +77,8 @@ class Trainer(SeveralRanksTrainer):
         self.log_every = _log_interval(args)
         args = _without_syncs(args)
         super().__init__(model, args, *positional, **named)
-        _refuse_ignored(self)
+        refuse_ignored(self)
+        refuse_uncollated(self)
         self.model_accepts_loss_kwargs = True  # the loss is divided by num_items_in_batch here, not by accumulation
         self.compute_dtype = compute_dtype
         self.step_log = step_log or StepLog(None)
@@ -355,22 +357,6 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
 def _log_interval(args: TrainingArguments) -> float:
     """Steps between logs that ``args`` ask for, or below 1 a share of all steps; 0 for none."""
     return float(args.logging_steps) if args.logging_strategy == IntervalStrategy.STEPS else 0
-
-
-def _refuse_ignored(trainer: Trainer) -> None:
-    """Refuse what the base class would have used and the packed loss and evaluation would not."""
-    given = {
-        "label_smoothing_factor": bool(trainer.args.label_smoothing_factor),
-        "compute_loss_func": trainer.compute_loss_func is not None,
-        "compute_metrics": trainer.compute_metrics is not None,
-        "preprocess_logits_for_metrics": trainer.preprocess_logits_for_metrics is not None,
-    }
-    ignored = [name for name, there in given.items() if there]
-    if ignored:
-        raise InputError(
-            f"{', '.join(ignored)}: Slipstream's Trainer computes the summed cross-entropy over learned tokens and "
-            f"would pass over it; leave it out, or use transformers' Trainer on the applied model"
-        )
 
 
 def _without_syncs(args: TrainingArguments) -> TrainingArguments:
