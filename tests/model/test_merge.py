@@ -350,7 +350,7 @@ def test_space_is_looked_at_before_anything_is_written(tmp_path: Path, monkeypat
     ],
 )
 def test_a_disk_that_fills_up_meanwhile(error: Exception, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no space left for '.*out': .* GB free.*; make room"):
+    with pytest.raises(InputError, match=r"no space left for '.*out': .* GB\) free.*; make room"):
         fail_half_way(tmp_path / "out", error)
     assert list(tmp_path.iterdir()) == []
 

@@ -31,6 +31,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from slipstream.errors import InputError
+from slipstream.full_disk import full_disk, room_in
 
 if TYPE_CHECKING:
     import datasets
@@ -41,8 +42,6 @@ _STALE_SECONDS = 24 * 3600
 """Age from which an unfinished entry is taken for one whose writer was killed."""
 _ELSEWHERE = "choose another place with the environment variable HF_DATASETS_CACHE"
 _REFUSALS = {
-    errno.ENOSPC: f"no space left for the tokenised data; free some space there, or {_ELSEWHERE}",
-    errno.EDQUOT: f"no space left for the tokenised data; free some space there, or {_ELSEWHERE}",
     errno.EACCES: f"not writable, so the tokenised data can't be kept there; {_ELSEWHERE}",
     errno.EPERM: f"not writable, so the tokenised data can't be kept there; {_ELSEWHERE}",
     errno.EROFS: f"not writable, so the tokenised data can't be kept there; {_ELSEWHERE}",
@@ -149,6 +148,11 @@ class ArrowCache:
         try:
             yield
         except OSError as error:
+            if (number := full_disk(error)) is not None:
+                raise InputError(
+                    f"{self.folder}: no space left for the tokenised data ({room_in(self.folder, number)}); "
+                    f"free some space there, or {_ELSEWHERE}"
+                ) from error
             if error.errno not in _REFUSALS:
                 raise
             raise InputError(f"{self.folder}: {_REFUSALS[error.errno]}") from error

@@ -15,7 +15,6 @@ A folder appears under its name when it is complete (written beside, then rename
 nothing that a later start would take for a model.
 """
 
-import errno
 import hashlib
 import shutil
 import struct
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import InputError
+from slipstream.full_disk import full_disk, room_in
 from slipstream.permissions import as_umask_says
 from slipstream.places import cache_folder
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
-NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+MAKE_ROOM = "make room, or set XDG_CACHE_HOME to a folder on a larger disk"
 DIGEST_CHARACTERS = 32
 
 
@@ -126,32 +126,19 @@ def _publish(built: Path, target: Path) -> None:
 
 @contextmanager
 def _space_errors(target: Path) -> Iterator[None]:
-    """Tell a full or forbidden disk as the user's to mend; safetensors words its own as text, without an errno."""
-    from safetensors import SafetensorError
-
+    """Tell a full or forbidden disk as the user's to mend."""
     try:
         yield
-    except SafetensorError as error:
-        if not any(f"os error {number}" in str(error) for number in NO_SPACE):
-            raise
-        raise _no_space(target) from error
     except PermissionError as error:
         raise InputError(f"model: cannot write to {target.parent}; set XDG_CACHE_HOME to a folder you own") from error
-    except OSError as error:
-        if error.errno not in NO_SPACE:
+    except Exception as error:  # tokenizers raise no narrower one
+        number = full_disk(error)
+        if number is None:
             raise
-        raise _no_space(target) from error
-
-
-def _no_space(target: Path, needed: int | None = None) -> InputError:
-    free = shutil.disk_usage(target.parent).free
-    wanted = (
-        "the converted model does not fit" if needed is None else f"the converted model takes {needed / 1e9:.2f} GB"
-    )
-    return InputError(
-        f"model: {wanted}, and {target.parent} has {free / 1e9:.2f} GB free; "
-        "make room, or set XDG_CACHE_HOME to a folder on a larger disk"
-    )
+        raise InputError(
+            f"model: the converted model does not fit, and {target.parent} has {room_in(target.parent, number)}; "
+            f"{MAKE_ROOM}"
+        ) from error
 
 
 def _convert_tokenizer(file: GgufFile, folder: Path) -> None:
@@ -165,8 +152,11 @@ def _convert_tokenizer(file: GgufFile, folder: Path) -> None:
 def _convert_model(file: GgufFile, dtype: str, folder: Path) -> None:
     model = _dequantised(file, dtype)
     needed = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
-    if needed > shutil.disk_usage(folder).free:
-        raise _no_space(folder.parent, needed)
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise InputError(
+            f"model: the converted model takes {needed / 1e9:.2f} GB, and {folder.parent.parent} has "
+            f"{free / 1e9:.2f} GB free; {MAKE_ROOM}"
+        )
     model.save_pretrained(folder)
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.errors import InputError
+from slipstream.full_disk import full_disk, room_in
 from slipstream.model.base_weights import check_shape
-from slipstream.model.gguf import NO_SPACE
 from slipstream.model.lora import load_adapter
 from slipstream.permissions import as_umask_says
 
@@ -125,28 +125,17 @@ def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", f
 @contextmanager
 def _told(target: Path) -> Iterator[None]:
     """Turn a full disk, and a target that somebody filled meanwhile, into ``InputError``."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except SafetensorError as error:  # it words a full disk as text, without an errno
-        if not any(f"os error {number}" in str(error) for number in NO_SPACE):
-            raise
-        raise _no_space(target) from error
-    except OSError as error:
-        if error.errno in NO_SPACE:
-            raise _no_space(target) from error
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+    except Exception as error:  # tokenizers raise no narrower one
+        if (number := full_disk(error)) is not None:
+            raise InputError(
+                f"no space left for '{target}': {room_in(target.parent, number)}; "
+                "make room, or choose an --out on a larger disk"
+            ) from error
+        if getattr(error, "errno", None) in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise InputError(f"--out '{target}' was taken by another meanwhile; choose another --out") from error
         raise
-
-
-def _no_space(target: Path) -> InputError:
-    free = shutil.disk_usage(target.parent).free
-    return InputError(
-        f"no space left for '{target}': {free / 1e9:,.2f} GB free (or a quota is used up); "
-        "make room, or choose an --out on a larger disk"
-    )
 
 
 def _check_base(base: Any, adapter: Path, base_parameters: int) -> None:

@@ -7,7 +7,6 @@ for a moment, and a wait for the disk. Alternative: writing in place, which a cr
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from typing import IO, Any
 from uuid import uuid4
 
 from slipstream.errors import InputError
+from slipstream.full_disk import full_disk, room_in
 from slipstream.permissions import as_umask_says
 
 FORMAT = 1
@@ -279,34 +279,30 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def full_disk_told(path: Path) -> Iterator[None]:
-    """Makes a full disk the user's ``InputError``, also where a library tells it in words only."""
-    from safetensors import SafetensorError
-
+    """Makes a full disk, a used-up quota and too large a file the user's ``InputError``, however a library tells it."""
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        number = getattr(error, "errno", None)
-        words = ("os error 28", "No space left", "PytorchStreamWriter failed", "unexpected pos")
-        if number not in (errno.ENOSPC, errno.EDQUOT) and not any(word in str(error) for word in words):
+    except Exception as error:  # tokenizers raise no narrower one
+        number = full_disk(error)
+        if number is None:
             raise
-        free = shutil.disk_usage(path).free
         raise InputError(
-            f"no space left in '{path}' ({free:,} bytes free): what was being saved is not there, everything before it "
-            "is whole; free some space and go on with --resume, or choose another output"
+            f"no space left in '{path}' ({room_in(path, number)}): what was being saved is not there, everything "
+            "before it is whole; free some space and go on with --resume, or choose another output"
         ) from error
 
 
 @contextlib.contextmanager
 def space_for(path: Path, need: int) -> Iterator[None]:
-    """Makes a full disk, met while ``need`` bytes go to ``path``, the user's ``InputError``."""
+    """Makes a full disk (or quota, or too large a file), met while ``need`` bytes go to ``path``, an ``InputError``."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        number = full_disk(error)
+        if number is None:
             raise
-        free = shutil.disk_usage(path.parent).free
         raise InputError(
-            f"no space left for '{path}': {need:,} bytes needed, {free:,} free (or a quota is used up); "
+            f"no space left for '{path}': {need:,} bytes needed, {room_in(path.parent, number)}; "
             "free some space, or choose another output"
         ) from error
 
