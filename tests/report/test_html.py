@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from powers import rights_hold
 from slipstream.errors import InputError
 from slipstream.report.html import write_report
 from slipstream.report.markup import Markup, join, tag
@@ -322,6 +323,16 @@ def test_what_padding_would_have_cost(tmp_path: Path, padded: int, said: str) ->
 def test_key_numbers_of_nothing_are_none() -> None:
     numbers = KeyNumbers.of(Records({}))
     assert (numbers.steps, numbers.loss_last, numbers.tokens_per_second, numbers.seconds) == (0, None, None, None)
+
+
+def test_a_run_that_may_only_be_read_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    tmp_path.chmod(0o555)
+    told = r"report.html' cannot be written \(Permission denied\); make .* writable to you, or copy"
+    with rights_hold(), pytest.raises(InputError, match=told):
+        write_report(tmp_path)
+    tmp_path.chmod(0o755)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_key_numbers_come_from_the_records() -> None:

@@ -32,7 +32,7 @@ from slipstream.report.numbers import (
     section,
     time_text,
 )
-from slipstream.train.records import Records, RunFolder, read_records, write_atomically
+from slipstream.train.records import Records, RunFolder, read_records
 
 OUTCOMES = {"finished": "good", "running": "warn", "interrupted": "warn", "failed": "bad"}
 
@@ -48,7 +48,7 @@ def remake_report(run_folder: Path) -> tuple[Path, list[str]]:
     records = read_records(folder.path)
     timeline, problems = read_timeline(folder.path)
     records.problems.extend(problems)
-    write_atomically(folder.report, page(records, folder.path.name, timeline))
+    folder.write_report(page(records, folder.path.name, timeline))
     return folder.report, records.problems
 
 

@@ -7,6 +7,7 @@ for a moment, and a wait for the disk. Alternative: writing in place, which a cr
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -165,6 +166,18 @@ class RunFolder:
         if places:
             clean["nonfinite"] = places
         write_atomically(self.run_json, json.dumps(clean, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def write_report(self, page: str) -> None:
+        """Replaces ``report.html`` in one move; ``InputError`` where the folder may only be read."""
+        try:
+            write_atomically(self.report, page)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            raise InputError(
+                f"'{self.report}' cannot be written ({error.strerror}); make '{self.path}' writable to you, or copy "
+                "the run to where you may write, and make the report of the copy"
+            ) from error
 
     def clean(self) -> None:
         """Puts right what a killed process left between two moves: half-written and half-deleted files and folders."""
