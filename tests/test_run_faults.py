@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -226,6 +227,17 @@ def test_a_disk_that_fills_up_while_saving(
 def test_other_errors_are_not_taken_for_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="shape"), full_disk_told(tmp_path):
         raise RuntimeError("shape mismatch")
+
+
+def test_memory_that_runs_out_in_a_step(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_in(monkeypatch, 3, lambda: torch.empty(2**56, dtype=torch.uint8))
+    with pytest.raises(
+        InputError, match=r"out of memory in a step of 128 tokens: .* asked for .*; lower packing.tokens"
+    ):
+        start(train__save_every=2)
+    assert outcome(tmp_path / "run") == "failed"
+    monkeypatch.undo()
+    assert start(resume=True).steps == 4
 
 
 def test_the_summary_tells_the_training_loss(start: Start) -> None:

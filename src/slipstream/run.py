@@ -27,13 +27,15 @@ from slipstream.data.learn import use_template
 from slipstream.data.preview import preview
 from slipstream.decision import Decision
 from slipstream.device.feed import PackedCollator, PaddedCollator
+from slipstream.errors import InputError
 from slipstream.model.load import check_context, check_revision, load_tokenizer
 from slipstream.model.lora import left_out
 from slipstream.places import keep_compiled_code
+from slipstream.plan.beyond import check_within_reach
 from slipstream.plan.command import check_model
-from slipstream.plan.facts import Target, skeleton, this_machine, with_new_tokens
+from slipstream.plan.facts import Facts, Target, skeleton, this_machine, with_new_tokens
 from slipstream.plan.prediction import Taken
-from slipstream.plan.record import plan_line, run_plan
+from slipstream.plan.record import plan_line, run_facts, run_plan
 from slipstream.prepare import (
     Rows,
     build_model,
@@ -57,6 +59,7 @@ from slipstream.train.divergence import StopOnDivergence
 from slipstream.train.interrupt import StopRequest
 from slipstream.train.late_evaluation import LateEvaluation
 from slipstream.train.launcher import check_launcher
+from slipstream.train.no_memory import no_memory_told
 from slipstream.train.optimizers import choose_optimizer
 from slipstream.train.options import check_schedule
 from slipstream.train.progress import ProgressBar
@@ -99,9 +102,10 @@ def train(recipe: Recipe, *, resume: bool, console: Console) -> RunSummary:
                     console.print(resumed.said)
                 if resumed.checkpoint is None:
                     return complete_run(folder)
-            with StopRequest.termination_interrupts():
-                training, autocast = _prepared(recipe, folder, console, ranks)
-            return training.run(resumed, autocast)
+            with no_memory_told(recipe.packing.tokens * recipe.packing.rows):
+                with StopRequest.termination_interrupts():
+                    training, autocast = _prepared(recipe, folder, console, ranks)
+                return training.run(resumed, autocast)
 
 
 def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks) -> tuple["_Training", torch.dtype]:
@@ -122,6 +126,10 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks)
         check_schedule(recipe.train, planned_steps(recipe, len(train_rows.rows), ranks.count))
         longest = max(int(rows.tokenised.lengths.max()) for rows in (train_rows, eval_rows) if rows is not None)
         context = check_context(sketch.config, longest, "data.max_length")
+        tokenised = (train_rows.tokenised, None if eval_rows is None else eval_rows.tokenised)
+        found = run_facts(recipe, sketch, tokenised, tokens=tokens)
+        if not isinstance(found, InputError):
+            check_within_reach(recipe, found, target)
 
     console.print(f"loading {recipe.model}")
     model = ranks.in_turn(lambda: build_model(recipe, device))
@@ -132,8 +140,7 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks)
     for decision in decided:
         console.print(f"  {decision}")
     record = describe_run(recipe, model, device, train_rows, eval_rows, decided)
-    planned = _planned(recipe, (sketch, tokens), model, target, (train_rows, eval_rows))
-    record |= {"plan": planned, "processes": ranks.count}
+    record |= {"plan": _planned(recipe, found, model, target), "processes": ranks.count}
     console.print(f"  {plan_line(record['plan'])}")
     data = repr((record["rows"], record["contents"]))
     ranks.agree("the tokenised data", data, "give all processes the same files and data set caches")
@@ -156,15 +163,11 @@ def _applied(recipe: Recipe, model: nn.Module, autocast: torch.dtype) -> list[De
     return run_decisions(recipe, model)
 
 
-def _planned(
-    recipe: Recipe, sketched: tuple[Any, list[int]], model: nn.Module, target: Target, sets: tuple[Rows, Rows | None]
-) -> dict[str, Any]:
-    """What the plan says of this run, as it was set up; ``sketched``: the model without storage, and its new tokens."""
-    sketch, tokens = sketched
-    held, hung = sets[1], applied(model)
+def _planned(recipe: Recipe, found: Facts | InputError, model: nn.Module, target: Target) -> dict[str, Any]:
+    """What the plan says of this run, as it was set up."""
+    hung = applied(model)
     taken = Taken() if hung is None else Taken(hung.attention, hung.split, hung.forward.packing)
-    tokenised = (sets[0].tokenised, None if held is None else held.tokenised)
-    return run_plan(recipe, sketch, target, tokenised, taken, tokens=tokens)
+    return run_plan(recipe, found, target, taken)
 
 
 class _Training:

@@ -8,29 +8,32 @@ from typing import Any
 
 from slipstream.data.tokens import TokenisedSet
 from slipstream.errors import InputError
-from slipstream.plan.facts import Target, facts
+from slipstream.plan.facts import Facts, Target, facts
 from slipstream.plan.prediction import Taken, predict
 from slipstream.plan.table import seconds_text
 from slipstream.recipe import Recipe
 from slipstream.report.numbers import bytes_text, time_text
 
 
-def run_plan(
-    recipe: Recipe,
-    model: Any,
-    target: Target,
-    sets: tuple[TokenisedSet, TokenisedSet | None],
-    taken: Taken,
-    *,
-    tokens: Sequence[int] = (),
-) -> dict[str, Any]:
-    """The prediction for a run of ``model`` (without storage) on ``sets`` (training and held-out) that has decided so.
-    ``tokens``: those whose rows are learned.
+def run_facts(
+    recipe: Recipe, model: Any, sets: tuple[TokenisedSet, TokenisedSet | None], *, tokens: Sequence[int] = ()
+) -> Facts | InputError:
+    """What a run's prediction starts from: ``model`` (without storage), ``sets`` (training and held-out), and the
+    ``tokens`` whose rows are learned.
 
-    A model whose sizes can't be read is no reason not to train it: the record then says what is ``missing``.
+    A model whose sizes can't be read is no reason not to train it: then what is missing.
     """
     try:
-        found = facts(recipe, model, *sets, tokens=tokens)
+        return facts(recipe, model, *sets, tokens=tokens)
+    except InputError as error:
+        return error
+
+
+def run_plan(recipe: Recipe, found: Facts | InputError, target: Target, taken: Taken) -> dict[str, Any]:
+    """The prediction for a run that has decided so; the record says what is ``missing`` where there is none."""
+    if isinstance(found, InputError):
+        return {"missing": str(found)}
+    try:
         prediction = predict(recipe, found, target, taken)
     except InputError as error:
         return {"missing": str(error)}
