@@ -1,7 +1,9 @@
 """``merge`` from the command line, and ``generate``: a run trained here becomes a model that transformers loads."""
 
+import contextlib
 import io
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,6 +27,8 @@ from tiny import CHATML, tiny_model, tiny_tokenizer
 from tiny_gguf import write_gguf
 
 Command = Callable[..., tuple[int, str, str]]
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+(README_RESIZES,) = re.findall(r"`(base\.resize_token_embeddings\(.*?\))`", README)
 pytestmark = pytest.mark.usefixtures("unreported")
 
 
@@ -69,6 +73,16 @@ def logits(model: Any) -> torch.Tensor:
 
 def plain(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def by_its_card(adapter: Path) -> Any:
+    """The model that the lines of an adapter's card load, run in its folder."""
+    (lines,) = re.findall(r"```python\n(.*?)```", (adapter / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    with contextlib.chdir(adapter):
+        exec(lines, names)
+    assert isinstance(names["model"], PeftModel)
+    return names["model"].eval()
 
 
 @pytest.mark.parametrize(
@@ -140,9 +154,12 @@ def test_a_run_with_new_tokens(adapter: str, tmp_path: Path, merge: Command) -> 
         if adapter == "none":
             expected = plain(source)(input_ids=ids).logits
         else:
+            expected = by_its_card(source)(input_ids=ids).logits
             resized = plain(base)
-            resized.resize_token_embeddings(280)
-            expected = PeftModel.from_pretrained(resized, source)(input_ids=ids).logits
+            eval(README_RESIZES, {"base": resized, "tokenizer": AutoTokenizer.from_pretrained(source)})
+            by_readme = PeftModel.from_pretrained(resized, source)(input_ids=ids).logits
+            torch.testing.assert_close(by_readme[..., :278], expected[..., :278], rtol=0, atol=1e-5)
+            assert resized.get_input_embeddings().weight.shape[0] == 280
     kept = slice(278)  # of the rows beyond, which stand for no token, plain peft's base has random ones
     torch.testing.assert_close(merged[..., kept], expected[..., kept], rtol=0, atol=1e-5)
     said = results.generate(
@@ -250,9 +267,13 @@ def test_a_gguf_base(tmp_path: Path, merge: Command, monkeypatch: pytest.MonkeyP
     code, printed, err = merge(run, "--out", out)
     assert code == 0, err
     assert "in float32 saved" in printed  # as it was trained
+    assert "`AutoModelForCausalLM.from_pretrained(folder, gguf_file=name)`" in README
     direct = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    with pytest.raises(OSError, match=r"tiny\.gguf"):
+        AutoPeftModelForCausalLM.from_pretrained(run / "adapter")
     before = logits(direct)
     expected = logits(PeftModel.from_pretrained(direct, run / "adapter"))
+    torch.testing.assert_close(logits(by_its_card(run / "adapter")), expected, rtol=0, atol=1e-5)
     merged = AutoModelForCausalLM.from_pretrained(out)
     torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-5)
     assert (expected - before).abs().max() > 0.01

@@ -139,7 +139,7 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks)
     decided += filter(None, [context, left_out(sketch, recipe.adapter)])
     for decision in decided:
         console.print(f"  {decision}")
-    record = describe_run(recipe, model, device, train_rows, eval_rows, decided)
+    record = describe_run(recipe, model, device, train_rows, eval_rows, decided, new_tokens=tokens)
     record |= {"plan": _planned(recipe, found, model, target), "processes": ranks.count}
     console.print(f"  {plan_line(record['plan'])}")
     data = repr((record["rows"], record["contents"]))
@@ -358,7 +358,7 @@ class _Training:
         staged = staging_for(target)
         staged.mkdir(parents=True, exist_ok=True)
         if lora:
-            card = model_card(self.recipe, self.train_rows.report.documents)
+            card = model_card(self.recipe, self.train_rows.report.documents, self.record["base"])
             (staged / "README.md").write_text(card, encoding="utf-8")  # peft fills its header
         self.model.save_pretrained(staged, state_dict=weights)
         self.tokenizer.save_pretrained(staged)

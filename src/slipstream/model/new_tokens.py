@@ -4,7 +4,8 @@ A tokenizer may know more tokens than the checkpoint has embeddings for, and a r
 (``load.new_tokens``). The matrices then grow (to a multiple of 8 rows, which matrix products like), new rows begin as
 the mean of the old ones, and peft trains just those rows of embedding and head (``trainable_token_indices``): a few
 thousand numbers where ``adapter.modules_to_save: [embed_tokens, lm_head]`` trains and saves both matrices whole. Either
-way plain peft loads the adapter, onto a base with as many rows (``resize_token_embeddings``).
+way plain peft loads the adapter, onto a base with as many rows (``resize_token_embeddings`` with
+``pad_to_multiple_of=8``; an adapter's card has the number).
 
 peft's own layer copies the whole matrix in every call, and brings its row numbers to the device each time, which the
 host waits for. ``without_copies`` gives its instances a forward that reads the matrix as it is.
