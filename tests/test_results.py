@@ -431,6 +431,19 @@ def answer_of(run: Path) -> str:
     return results.generate(str(run), prompt="1 + 1", system=None, max_tokens=2, temperature=0.0, seed=0, console=quiet)
 
 
+def test_a_merged_model_is_tried_too(run: Path, merge: Command, tmp_path: Path) -> None:
+    assert merge(run, "--out", tmp_path / "out")[0] == 0
+    assert answer_of(tmp_path / "out") == answer_of(run) != ""
+
+
+def test_an_empty_answer_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "generate_text", lambda *_, **__: "")
+    said = Console(file=io.StringIO(), width=200)
+    options: dict[str, Any] = {"system": None, "max_tokens": 2, "temperature": 0.0, "seed": 0}
+    assert results.generate(str(run), prompt="1", console=said, **options) == ""
+    assert "the answer is empty: the model ended it at once" in said.file.getvalue()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("gguf", [False, True])
 def test_a_run_is_used_from_any_folder(
     gguf: bool, tmp_path: Path, merge: Command, monkeypatch: pytest.MonkeyPatch

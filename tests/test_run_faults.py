@@ -19,6 +19,7 @@ from slipstream import run as run_module
 from slipstream.recipe import load_recipe
 from slipstream.run import train
 from slipstream.summary import RunSummary
+from slipstream.train.options import TrainOptions, idle_start
 from slipstream.train.records import read_records
 from slipstream.train.run_folder import LOCK, RunFolder, full_disk_told
 from tiny import tiny_model, tiny_tokenizer
@@ -266,6 +267,24 @@ def test_a_signal_while_the_result_is_saved_changes_nothing(
 def test_a_warm_up_longer_than_the_run_is_told(start: Start) -> None:
     with pytest.raises(InputError, match=r"warmup"):
         start(train__steps=None, train__epochs=1, train__warmup=1000)
+
+
+def test_what_a_short_run_and_local_data_make_of_settings_is_told(start: Start, tmp_path: Path) -> None:
+    start(train__warmup=0.03, data__stream=True)
+    told = {one["name"]: one for one in json.loads((tmp_path / "run" / "run.json").read_text())["decisions"]}
+    assert told["warm-up"]["reason"].startswith("the first of 4 steps has a learning rate of 0")
+    assert read_records(tmp_path / "run").steps[0].learning_rate == 0.0
+    assert not told["stream"]["on"]
+    assert told["stream"]["reason"].startswith(f"{tmp_path / 'rows.jsonl'} lies here")
+
+
+def test_nothing_is_told_where_neither_applies(start: Start, tmp_path: Path) -> None:
+    start()
+    names = {one["name"] for one in json.loads((tmp_path / "run" / "run.json").read_text())["decisions"]}
+    assert "packing" in names
+    assert names.isdisjoint({"warm-up", "stream"})
+    assert idle_start(TrainOptions(warmup=0.03), 10) is not None
+    assert idle_start(TrainOptions(warmup=0.03), 11) is None
 
 
 def test_the_adapter_tells_where_it_comes_from(start: Start, tmp_path: Path) -> None:

@@ -1,16 +1,37 @@
 """The lines that end a training."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from slipstream.data.packing import PackingReport
-from slipstream.summary import RunSummary, told
+from slipstream.summary import RunSummary, summary_of, told
+from slipstream.train.records import Records, RunFolder, StepRecord
 
 PACKING = PackingReport(1, 1, 1, 1, 1.0, 1.0, 0, 1)
 
 
 def summary(steps: int, interrupted: bool = False) -> RunSummary:
     loss = 1.0 if steps else None
-    return RunSummary(Path("run"), interrupted, steps, 61.0, 1234.5, PACKING, None, None, loss, loss, Path("report"))
+    return RunSummary(Path("run"), interrupted, steps, 61.0, 1234.5, PACKING, None, None, loss, loss, 1, Path("report"))
+
+
+def of_losses(*losses: float) -> RunSummary:
+    """Of a run whose step ``n`` learned ``n`` tokens."""
+    lines = [StepRecord(n, 1.0, loss, 1.0, 1e-3, 9, n, 1, 0, 1.0) for n, loss in enumerate(losses, start=1)]
+    run = {"outcome": "finished", "packing": {"train": asdict(PACKING)}}
+    return summary_of(RunFolder(Path("run")), Records(run, lines), steps=len(losses), seconds=1.0)
+
+
+def test_losses_at_both_ends_are_means_over_learned_tokens() -> None:
+    several = of_losses(3.0, 6.0, 9.0, 9.0, 9.0, 9.0, 1.0, 2.0)
+    assert (several.loss_first, several.loss_last, several.loss_steps) == (5.0, (7 + 16) / 15, 2)
+    assert list(told(several, 0))[1] == "training loss 5.0000 over the first 2 steps, 1.5333 over the last 2"
+    assert of_losses(*[1.0] * 1000).loss_steps == 10
+
+
+def test_single_steps_are_not_shown_as_progress() -> None:
+    assert "1.0000 at the first step, 2.0000 at the last: single steps" in list(told(of_losses(1.0, 5.0, 2.0), 0))[1]
+    assert list(told(of_losses(1.0), 0))[1] == "training loss 1.0000 in the one step"
 
 
 def first_line(steps: int, first_step: int) -> str:

@@ -178,7 +178,7 @@ def report(
 
 @app.command()
 def generate(
-    run_folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, as train wrote it.")],
+    run_folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or a merged model's.")],
     prompt: Annotated[str, typer.Option("--prompt", help="What to ask the tuned model.")],
     system: Annotated[str | None, typer.Option("--system", help="A system message before it.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The most tokens to answer with.")] = 256,

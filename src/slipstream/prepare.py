@@ -25,6 +25,7 @@ from rich.progress import Progress as Bar
 
 from slipstream.data.account import counted
 from slipstream.data.packing import PackingReport, pack_rows, packed
+from slipstream.data.rows import lies_here
 from slipstream.data.tokens import Progress, TokenisedSet, tokenise
 from slipstream.decision import Decision
 from slipstream.errors import InputError
@@ -205,6 +206,19 @@ def run_decisions(recipe: Recipe, model: Any) -> list[Decision]:
     return [*decided, *([] if told is None else [told]), *quantize_decisions(model)]
 
 
+def stream_decision(recipe: Recipe) -> Decision | None:
+    """That ``data.stream`` does nothing for data that lies here; None where it isn't asked for, or all is the hub's."""
+    named = [source for source in (recipe.data.train, recipe.data.eval) if source is not None and lies_here(source)]
+    if not recipe.data.stream or not named:
+        return None
+    return Decision(
+        "stream",
+        False,
+        f"{' and '.join(dict.fromkeys(named))} lies here: data.stream is for hub data sets, and files are read a "
+        "bounded number of rows at a time without it",
+    )
+
+
 def new_tokens_decision(recipe: Recipe) -> Decision | None:
     """What becomes of ``load.new_tokens``, and which of them are no new ones; None where none are named."""
     named = recipe.load.new_tokens
@@ -248,5 +262,7 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     # accelerate passes on an argument of DistributedDataParallel that the newest torch has renamed
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+    # peft warns of merging an adapter on a shared tensor; model/merge.py parts embedding and head before
+    warnings.filterwarnings("ignore", message="(?s)Model has `tie_word_embeddings=True`", category=UserWarning)
     # and peft looks for the configuration of a GGUF base beside the file; the vocabulary is known not to have changed
     warnings.filterwarnings("ignore", message=r"Could not find a config file in .*", category=UserWarning)

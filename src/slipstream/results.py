@@ -18,7 +18,7 @@ from slipstream.cost.hardware import Device, compute_dtype
 from slipstream.errors import InputError
 from slipstream.model.base_weights import TrainedOn, check_base, check_named_base
 from slipstream.model.generate import generate_text
-from slipstream.model.load import load_model, load_tokenizer, stored_dtype
+from slipstream.model.load import CONFIG_FILE, LoadOptions, load, load_model, load_tokenizer, stored_dtype
 from slipstream.model.lora import load_adapter
 from slipstream.model.merge import (
     MergedDtype,
@@ -68,25 +68,36 @@ def generate(
     seed: int,
     console: Console,
 ) -> str:
-    """Answer ``prompt`` with the model a run has tuned (an interrupted run: with its last checkpoint)."""
+    """Answer ``prompt`` with the model a run has tuned (an interrupted run: with its last checkpoint), or with one that
+    ``merge`` wrote. An answer that is empty is told.
+    """
     quiet_libraries()
-    folder = RunFolder.open(Path(run_folder))
-    recipe = recipe_of(folder)
+    model, tokenizer = _tuned(Path(run_folder), console)
+    answer = generate_text(
+        model, tokenizer, prompt, system=system, max_tokens=max_tokens, temperature=temperature, seed=seed
+    )
+    if not answer:
+        console.print("the answer is empty: the model ended it at once, or wrote nothing but blanks and special tokens")
+    return answer
+
+
+def _tuned(path: Path, console: Console) -> tuple[Any, Any]:
+    """The model to try and its tokenizer."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if (path / CONFIG_FILE).is_file() and not RunFolder(path).run_json.exists():
+        return load(str(path), LoadOptions(), device=device)
+    folder = RunFolder.open(path)
+    recipe = recipe_of(folder)
     source, _ = tuned_weights(folder, recipe, console)
     trained = _trained_on(folder, recipe, source)
     tokenizer = load_tokenizer(str(source), recipe.load)
-    if trained is not None:
-        with _base_told(recipe):
-            base = load_model(recipe.model, recipe.load, device=device)
-        fit_vocabulary(base, tokenizer)
-        _check_base(base, source, trained, recipe, console)
-        model = load_adapter(base, source)
-    else:
-        model = load_model(str(source), replace(recipe.load, revision=None), device=device)
-    return generate_text(
-        model, tokenizer, prompt, system=system, max_tokens=max_tokens, temperature=temperature, seed=seed
-    )
+    if trained is None:
+        return load_model(str(source), replace(recipe.load, revision=None), device=device), tokenizer
+    with _base_told(recipe):
+        base = load_model(recipe.model, recipe.load, device=device)
+    fit_vocabulary(base, tokenizer)
+    _check_base(base, source, trained, recipe, console)
+    return load_adapter(base, source), tokenizer
 
 
 def merge(run_folder: str, out: str, *, dtype: MergedDtype | None, console: Console) -> MergeSummary:

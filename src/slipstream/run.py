@@ -46,6 +46,7 @@ from slipstream.prepare import (
     prepare_rows,
     quiet_libraries,
     run_decisions,
+    stream_decision,
 )
 from slipstream.recipe import Recipe
 from slipstream.recipe_text import flat
@@ -61,7 +62,7 @@ from slipstream.train.late_evaluation import LateEvaluation
 from slipstream.train.launcher import check_launcher
 from slipstream.train.no_memory import no_memory_told
 from slipstream.train.optimizers import choose_optimizer
-from slipstream.train.options import check_schedule
+from slipstream.train.options import check_schedule, idle_start
 from slipstream.train.progress import ProgressBar
 from slipstream.train.ranks import Ranks
 from slipstream.train.records import EvalLog, EvalRecord, RunFolder, StepLog, read_records
@@ -123,7 +124,8 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks)
         eval_rows = ranks.in_turn(lambda: prepare_rows(recipe, held_out, tokenizer, console))
     with ranks.together():
         use_template(tokenizer, recipe.data.chat_template)
-        check_schedule(recipe.train, planned_steps(recipe, len(train_rows.rows), ranks.count))
+        steps = planned_steps(recipe, len(train_rows.rows), ranks.count)
+        check_schedule(recipe.train, steps)
         longest = max(int(rows.tokenised.lengths.max()) for rows in (train_rows, eval_rows) if rows is not None)
         context = check_context(sketch.config, longest, "data.max_length")
         tokenised = (train_rows.tokenised, None if eval_rows is None else eval_rows.tokenised)
@@ -136,7 +138,8 @@ def _prepared(recipe: Recipe, folder: RunFolder, console: Console, ranks: Ranks)
     autocast: torch.dtype = getattr(torch, compute_dtype(describe(device)))
     with ranks.together():
         decided = _applied(recipe, model, autocast)
-    decided += filter(None, [context, left_out(sketch, recipe.adapter)])
+    told = (context, left_out(sketch, recipe.adapter), stream_decision(recipe), idle_start(recipe.train, steps))
+    decided += filter(None, told)
     for decision in decided:
         console.print(f"  {decision}")
     record = describe_run(recipe, model, device, train_rows, eval_rows, decided, new_tokens=tokens)

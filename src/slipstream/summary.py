@@ -9,6 +9,9 @@ from slipstream.data.packing import PackingReport
 from slipstream.train.progress import clock
 from slipstream.train.records import Records, RunFolder, StepRecord, read_records
 
+MOST_AVERAGED = 10
+"""Steps at either end of a run whose losses are averaged."""
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -26,8 +29,10 @@ class RunSummary:
     """Loss for each learned token on the held-out rows, in nats, before the first step."""
     eval_after: float | None
     loss_first: float | None
-    """Training loss of the first recorded step, and of the last, for each learned token, in nats."""
+    """Training loss for each learned token, in nats, over the first ``loss_steps`` recorded steps, and the last."""
     loss_last: float | None
+    loss_steps: int
+    """A quarter of the steps, ten at most, one at least: single steps differ by their rows more than by learning."""
     report: Path
 
     def to_dict(self) -> dict[str, Any]:
@@ -38,6 +43,7 @@ class RunSummary:
 def summary_of(folder: RunFolder, records: Records, *, steps: int, seconds: float) -> RunSummary:
     """What a run's records say of it after ``steps`` in all, ``seconds`` of training in this process."""
     run, lines = records.run, records.steps
+    ends = max(1, min(MOST_AVERAGED, len(lines) // 4))
     packing = {key: value for key, value in run["packing"]["train"].items() if key != "length_histogram"}
     return RunSummary(
         run_folder=folder.path,
@@ -48,8 +54,9 @@ def summary_of(folder: RunFolder, records: Records, *, steps: int, seconds: floa
         packing=PackingReport(**packing),
         eval_before=run.get("eval_before"),
         eval_after=run.get("eval_after"),
-        loss_first=lines[0].loss if lines else None,
-        loss_last=lines[-1].loss if lines else None,
+        loss_first=_loss(lines[:ends]),
+        loss_last=_loss(lines[-ends:]),
+        loss_steps=ends,
         report=folder.report,
     )
 
@@ -69,10 +76,28 @@ def told(summary: RunSummary, first_step: int) -> Iterator[str]:
     speed = f"{summary.tokens_per_second:,.0f} tokens/s{after}"
     yield f"{steps}{since} in {clock(summary.seconds)}, {speed}" if done else "no step was left to make"
     if summary.loss_last is not None:
-        yield f"training loss {summary.loss_first:.4f} at the first step, {summary.loss_last:.4f} at the last"
+        yield _losses(summary)
     yield f"report: {summary.report}"
     if summary.interrupted:
         yield f"interrupted and saved after step {summary.steps:,}; go on with the same command and --resume"
+
+
+def _losses(summary: RunSummary) -> str:
+    first, last, steps = f"{summary.loss_first:.4f}", f"{summary.loss_last:.4f}", summary.loss_steps
+    if steps > 1:
+        return f"training loss {first} over the first {steps} steps, {last} over the last {steps}"
+    if summary.steps == 1:
+        return f"training loss {first} in the one step"
+    return (
+        f"training loss {first} at the first step, {last} at the last: single steps, of rows that differ, which tell "
+        "little of what was learned"
+    )
+
+
+def _loss(steps: list[StepRecord]) -> float | None:
+    """The mean over all learned tokens of the steps."""
+    learned = sum(step.learned_tokens for step in steps)
+    return sum(step.loss * step.learned_tokens for step in steps) / learned if learned else None
 
 
 def _speed(steps: list[StepRecord]) -> float:

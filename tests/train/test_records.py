@@ -87,9 +87,38 @@ def test_create_makes_an_empty_folder_and_takes_an_empty_one(tmp_path: Path) -> 
     assert RunFolder.create(folder.path) == folder
 
 
+@pytest.mark.parametrize(("outcome", "saved"), [("diverged", True), ("running", False)])
+def test_resuming_is_not_advised_where_it_cannot_help(outcome: str, saved: bool, tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    folder.write_run({"started": "2026-05-04T10:00:00", "outcome": outcome})
+    if saved:
+        (folder.checkpoints / "checkpoint-2").mkdir(parents=True)
+    with pytest.raises(InputError, match=rf"holds another run \(.*{outcome}\); choose another output$"):
+        RunFolder.create(folder.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("config.json", "this one holds a model"),
+        ("adapter_config.json", "this one holds an adapter, which a run has below its own folder"),
+        ("notes.txt", "this one holds 'notes.txt'"),
+        (None, "this one is empty, as a run leaves it that was stopped before its first checkpoint"),
+    ],
+)
+def test_what_is_no_run_is_told_by_what_it_holds(name: str | None, told: str, tmp_path: Path) -> None:
+    if name is not None:
+        (tmp_path / name).touch()
+    with pytest.raises(InputError, match=rf"is not a run .*; give the output folder of a run; {told}$"):
+        RunFolder.open(tmp_path)
+    with pytest.raises(InputError, match=r"starts again without --resume$"):
+        RunFolder.open(tmp_path, resume=True)
+
+
 def test_create_refuses_another_run_and_leaves_it_alone(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run")
     folder.write_run({"started": "2026-05-04T10:00:00", "outcome": "finished"})
+    (folder.checkpoints / "checkpoint-2").mkdir(parents=True)
     before = folder.run_json.read_bytes()
     with pytest.raises(
         InputError, match=r"holds another run \(started 2026-05-04.*finished\).*another output.*--resume"
@@ -159,7 +188,9 @@ def test_no_space_left_keeps_the_old_contents(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(os, "fsync", full)
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(100, 90, 10))
-    with pytest.raises(InputError, match=r"no space left for '.*run\.json': 28 bytes needed, 10 free.*another output"):
+    with pytest.raises(
+        InputError, match=r"no space left for '.*run\.json': 28 bytes needed, 10 bytes .*free.*another output"
+    ):
         folder.write_run({"outcome": "finished"})
     assert folder.read_run() == {"outcome": "running"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"], "the temporary file is gone"

@@ -114,6 +114,6 @@ def test_a_token_of_a_killed_process_is_in_nobodys_way(tmp_path: Path) -> None:
 def test_a_run_stopped_before_its_first_record_starts_again(tmp_path: Path) -> None:
     (tmp_path / ".run.json.12.tmp").write_text("{")
     with pytest.raises(InputError, match=r"has no run.json.*starts again without --resume"):
-        RunFolder.open(tmp_path)
+        RunFolder.open(tmp_path, resume=True)
     RunFolder.create(tmp_path)
     assert names(tmp_path) == []

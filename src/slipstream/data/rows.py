@@ -114,7 +114,7 @@ def read_rows(source: str, *, stream: bool = False) -> Rows:
     that isn't known, or a file that cannot be read at all.
     """
     path = Path(source).expanduser()
-    if path.exists():
+    if lies_here(source):
         files = _files(path)
         parts = [[str(file.relative_to(path)), _digest(file)] for file in files]
         several = path.is_dir()
@@ -156,6 +156,11 @@ def _digest(file: Path) -> str:
         return file_digest(file)
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+def lies_here(source: str) -> bool:
+    """Whether a source is a file or folder on this machine, not a hub data set."""
+    return Path(source).expanduser().exists()
 
 
 def _looks_local(source: str) -> bool:

@@ -24,10 +24,11 @@ from slipstream.prepare import (
     checked_tokenizer,
     new_tokens_decision,
     quiet_libraries,
+    stream_decision,
     tokenised_set,
 )
 from slipstream.recipe import Recipe
-from slipstream.train.options import check_schedule
+from slipstream.train.options import check_schedule, idle_start
 from slipstream.transform import packed_needs
 
 
@@ -47,7 +48,8 @@ def plan(recipe: Recipe, *, device: str | None, console: Console) -> tuple[dict[
     train = tokenised_set(recipe, recipe.data.train, tokenizer, console)
     held_out = tokenised_set(recipe, recipe.data.eval, tokenizer, console) if recipe.data.eval else None
     use_template(tokenizer, recipe.data.chat_template)
-    told = [one for one in (new_tokens_decision(recipe), left_out(model, recipe.adapter)) if one is not None]
+    possible = (new_tokens_decision(recipe), left_out(model, recipe.adapter), stream_decision(recipe))
+    told = [one for one in possible if one is not None]
     reason = None if recipe.packing.enabled else unmodelled(model.config)
     if reason is not None:
         document, lines = partial_plan(recipe, model, reason, aim, train, tokens, told)
@@ -57,6 +59,8 @@ def plan(recipe: Recipe, *, device: str | None, console: Console) -> tuple[dict[
     found = facts(recipe, model, train, held_out, packed, tokens=tokens)
     prediction = _with(predict(recipe, found, aim), tuple(told))
     check_schedule(recipe.train, prediction.steps)
+    if (idle := idle_start(recipe.train, prediction.steps)) is not None:
+        prediction = _with(prediction, (idle,))
     saved = gains(recipe, prediction, aim)
     ways = [] if prediction.fits else remedies(recipe, found, aim)
     document = document_of(recipe, found, aim, prediction, saved, ways)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from slipstream.decision import Decision
 from slipstream.errors import InputError
 from slipstream.step.choice import ModeChoice
 
@@ -19,6 +20,8 @@ MOST_STEPS = 2**31 - 1
 """Steps of a run, and of its intervals: 68 years of steps of a second."""
 MOST = 1_000_000
 """Passes over the data, and batches of a step."""
+SHORT = 10
+"""Steps up to which a run is told that a warm-up costs its first one: a tenth of it, or more."""
 ALONE = "one process has no one to divide with; start several"
 """Why ``sharding`` is off where there is one process."""
 
@@ -77,6 +80,21 @@ def check_optimizer(options: TrainOptions) -> None:
             "train.optimizer: adamw8bit needs bitsandbytes, which is not installed; "
             "pip install 'slipstream[nf4]', or take adamw"
         )
+
+
+def idle_start(options: TrainOptions, steps: int) -> Decision | None:
+    """What to tell of a run so short that its first step, whose learning rate a warm-up makes 0, is a good part of it.
+
+    The schedule stays transformers' own, in which a warm-up of a share takes at least one step.
+    """
+    if options.warmup == 0 or steps > SHORT:
+        return None
+    return Decision(
+        "warm-up",
+        True,
+        f"the first of {steps} steps has a learning rate of 0 and learns nothing, as every warm-up's first; set "
+        "train.warmup: 0 to have it learn",
+    )
 
 
 def check_schedule(options: TrainOptions, steps: int) -> None:

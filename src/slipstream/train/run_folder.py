@@ -55,9 +55,8 @@ class RunFolder:
             reason = error.strerror or str(error)
             raise InputError(f"output '{path}' cannot be made a folder ({reason}); choose another output") from error
         if folder.run_json.exists():
-            raise InputError(
-                f"output '{path}' holds another run{folder._age()}; choose another output, or add --resume"
-            )
+            also = ", or add --resume" if folder._goes_on() else ""
+            raise InputError(f"output '{path}' holds another run{folder._age()}; choose another output{also}")
         if found:
             more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
             raise InputError(f"output '{path}' is not empty ('{found[0]}'{more}); choose another output, or empty it")
@@ -70,7 +69,7 @@ class RunFolder:
 
         ``InputError`` where one does already. The lock ends with the process, however that ends.
         """
-        folder = cls.open(path) if resume else cls(Path(path))
+        folder = cls.open(path, resume=True) if resume else cls(Path(path))
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
             handle = (folder.path / LOCK).open("a")
@@ -85,15 +84,18 @@ class RunFolder:
                 (folder.path / LOCK).unlink(missing_ok=True)
 
     @classmethod
-    def open(cls, path: Path) -> "RunFolder":
-        """The folder of a run that was started before; ``InputError`` where there is none."""
+    def open(cls, path: Path, *, resume: bool = False) -> "RunFolder":
+        """The folder of a run that was started before; ``InputError`` where there is none, with what is there instead
+        or, for one that was to be resumed, how to start.
+        """
         folder = cls(Path(path))
         if not folder.path.is_dir():
             raise InputError(f"'{path}' is not a folder; give the output folder of a run")
         if not folder.run_json.is_file():
+            again = "one that was stopped before it began to train starts again without --resume"
             raise InputError(
                 f"'{path}' is not a run (it has no run.json); give the output folder of a run; "
-                "one that was stopped before it began to train starts again without --resume"
+                f"{again if resume else folder._held()}"
             )
         return folder
 
@@ -179,6 +181,17 @@ class RunFolder:
                 "the run to where you may write, and make the report of the copy"
             ) from error
 
+    def _held(self) -> str:
+        """What is in a folder that is no run's."""
+        if (self.path / "adapter_config.json").is_file():
+            return "this one holds an adapter, which a run has below its own folder"
+        if (self.path / "config.json").is_file():
+            return "this one holds a model"
+        found = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith("."))
+        if not found:
+            return "this one is empty, as a run leaves it that was stopped before its first checkpoint"
+        return f"this one holds '{found[0]}'"
+
     def clean(self) -> None:
         """Puts right what a killed process left between two moves: half-written and half-deleted files and folders."""
         self._remove_temporary_files()
@@ -190,6 +203,14 @@ class RunFolder:
         for name in (LOCK, *(f".{file.name}" for file in files)):
             for temporary in self.path.glob(f"{name}.*.tmp"):
                 temporary.unlink(missing_ok=True)
+
+    def _goes_on(self) -> bool:
+        """Whether ``--resume`` may help: not without a checkpoint, and what diverged would diverge again."""
+        try:
+            diverged = self.read_run().get("outcome") == "diverged"
+        except InputError:
+            return False
+        return not diverged and any(self.checkpoints.glob("checkpoint-*"))
 
     def _age(self) -> str:
         try:

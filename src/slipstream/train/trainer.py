@@ -367,7 +367,7 @@ def _without_syncs(args: TrainingArguments) -> TrainingArguments:
     args.remove_unused_columns = False  # would drop seq_lengths
     args.per_device_eval_batch_size = args.per_device_train_batch_size  # what fits the collator
     args.accelerator_config.dispatch_batches = False  # joins batches of several ranks, which segments can't
-    args.accelerator_config.non_blocking = True
+    args.accelerator_config.non_blocking = args.device.type == "cuda"  # elsewhere nothing but a warning comes of it
     args.average_tokens_across_devices = True  # the loss is divided by the learned tokens of all ranks
     if args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = False  # looks through the graph in each forward
