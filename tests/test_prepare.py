@@ -2,6 +2,7 @@
 
 import io
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from slipstream.prepare import Rows, prepare_rows
+from slipstream.model.lora import AdapterOptions, add_adapter
+from slipstream.prepare import Rows, prepare_rows, quiet_libraries
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.run import show_data
-from tiny import tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 
 
 def recipe_of(tmp_path: Path, lengths: list[int], *overrides: str) -> Recipe:
@@ -35,6 +37,23 @@ def prepared(recipe: Recipe, *, terminal: bool = False) -> tuple[Rows, str]:
     console = Console(file=said, width=400, force_terminal=terminal)
     rows = prepare_rows(recipe, recipe.data.train, tiny_tokenizer(eos="</s>"), console)
     return rows, said.getvalue()
+
+
+def test_a_warning_that_merging_has_taken_care_of_is_left_out() -> None:
+    options = AdapterOptions(modules_to_save=["embed_tokens", "lm_head"])
+
+    def warned() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.resetwarnings()
+            if quiet:
+                quiet_libraries()
+            add_adapter(tiny_model(tie_word_embeddings=True), options, seed=0)
+        return [str(one.message) for one in caught if "tie_word_embeddings" in str(one.message)]
+
+    quiet = False
+    assert warned()
+    quiet = True
+    assert not warned()
 
 
 def test_packed_rows_and_what_padding_would_have_cost(tmp_path: Path) -> None:

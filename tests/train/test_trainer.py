@@ -268,6 +268,13 @@ def test_it_runs_without_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert trainer.step_log.last.documents == sum(map(len, ROWS))
 
 
+def test_a_trainer_on_the_cpu_warns_of_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("transformers.trainer.logger.warning", lambda text, *_: said.append(str(text)))
+    trainer_of(tmp_path, dataloader_pin_memory=False)
+    assert not [text for text in said if "non_blocking" in text]
+
+
 def test_the_arguments_given_are_not_changed(tmp_path: Path) -> None:
     args = arguments(tmp_path, logging_strategy="steps", logging_steps=1)
     before = args.to_dict()
