@@ -10,6 +10,7 @@ import errno
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.errors import InputError
@@ -30,6 +31,25 @@ def full_disk(error: BaseException) -> int | None:
     if number is None and any(word in str(error) for word in _WORDS):
         return errno.ENOSPC
     return number if number in NO_SPACE else None
+
+
+class FullDiskTold:
+    """A context in which a write that finds no room becomes an ``InputError``.
+
+    It looks at exceptions as they leave, and catches none: tokenizers' has no narrower class than ``Exception``.
+    """
+
+    def __init__(self, folder: Path, told: Callable[[str], str]) -> None:
+        """``folder``: where is written; ``told``: the message, given what room there is."""
+        self._folder, self._told = folder, told
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raises the ``InputError``; any other exception goes on its way."""
+        if isinstance(error, Exception) and (number := full_disk(error)) is not None:
+            raise InputError(self._told(room_in(self._folder, number))) from error
 
 
 def room_in(folder: Path, number: int) -> str:

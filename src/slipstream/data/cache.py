@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from slipstream.errors import InputError
-from slipstream.full_disk import full_disk, room_in
+from slipstream.full_disk import FullDiskTold
 
 if TYPE_CHECKING:
     import datasets
@@ -145,14 +145,16 @@ class ArrowCache:
     @contextmanager
     def _errors_told(self) -> Iterator[None]:
         """Makes `InputError` of what the user can mend."""
+
+        def full(room: str) -> str:
+            return (
+                f"{self.folder}: no space left for the tokenised data ({room}); free some space there, or {_ELSEWHERE}"
+            )
+
         try:
-            yield
+            with FullDiskTold(self.folder, full):
+                yield
         except OSError as error:
-            if (number := full_disk(error)) is not None:
-                raise InputError(
-                    f"{self.folder}: no space left for the tokenised data ({room_in(self.folder, number)}); "
-                    f"free some space there, or {_ELSEWHERE}"
-                ) from error
             if error.errno not in _REFUSALS:
                 raise
             raise InputError(f"{self.folder}: {_REFUSALS[error.errno]}") from error

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import InputError
-from slipstream.full_disk import full_disk, room_in
+from slipstream.full_disk import FullDiskTold
 from slipstream.permissions import as_umask_says
 from slipstream.places import cache_folder
 
@@ -128,17 +128,13 @@ def _publish(built: Path, target: Path) -> None:
 def _space_errors(target: Path) -> Iterator[None]:
     """Tell a full or forbidden disk as the user's to mend."""
     try:
-        yield
+        with FullDiskTold(
+            target.parent,
+            lambda room: f"model: the converted model does not fit, and {target.parent} has {room}; {MAKE_ROOM}",
+        ):
+            yield
     except PermissionError as error:
         raise InputError(f"model: cannot write to {target.parent}; set XDG_CACHE_HOME to a folder you own") from error
-    except Exception as error:  # tokenizers raise no narrower one
-        number = full_disk(error)
-        if number is None:
-            raise
-        raise InputError(
-            f"model: the converted model does not fit, and {target.parent} has {room_in(target.parent, number)}; "
-            f"{MAKE_ROOM}"
-        ) from error
 
 
 def _convert_tokenizer(file: GgufFile, folder: Path) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.errors import InputError
-from slipstream.full_disk import full_disk, room_in
+from slipstream.full_disk import FullDiskTold
 from slipstream.model.base_weights import check_shape
 from slipstream.model.lora import load_adapter
 from slipstream.permissions import as_umask_says
@@ -125,15 +125,12 @@ def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", f
 @contextmanager
 def _told(target: Path) -> Iterator[None]:
     """Turn a full disk, and a target that somebody filled meanwhile, into ``InputError``."""
+    remedy = "make room, or choose an --out on a larger disk"
     try:
-        yield
-    except Exception as error:  # tokenizers raise no narrower one
-        if (number := full_disk(error)) is not None:
-            raise InputError(
-                f"no space left for '{target}': {room_in(target.parent, number)}; "
-                "make room, or choose an --out on a larger disk"
-            ) from error
-        if getattr(error, "errno", None) in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+        with FullDiskTold(target.parent, lambda room: f"no space left for '{target}': {room}; {remedy}"):
+            yield
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise InputError(f"--out '{target}' was taken by another meanwhile; choose another --out") from error
         raise
 

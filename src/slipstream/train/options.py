@@ -92,8 +92,8 @@ def idle_start(options: TrainOptions, steps: int) -> Decision | None:
     return Decision(
         "warm-up",
         True,
-        f"the first of {steps} steps has a learning rate of 0 and learns nothing, as every warm-up's first; set "
-        "train.warmup: 0 to have it learn",
+        f"the {'one step' if steps == 1 else f'first of {steps} steps'} has a learning rate of 0 and learns nothing, "
+        "as every warm-up's first; set train.warmup: 0 to have it learn",
     )
 
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 from uuid import uuid4
 
 from slipstream.errors import InputError
-from slipstream.full_disk import full_disk, room_in
+from slipstream.full_disk import FullDiskTold
 from slipstream.permissions import as_umask_says
 
 FORMAT = 1
@@ -311,34 +311,25 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-@contextlib.contextmanager
-def full_disk_told(path: Path) -> Iterator[None]:
+def full_disk_told(path: Path) -> FullDiskTold:
     """Makes a full disk, a used-up quota and too large a file the user's ``InputError``, however a library tells it."""
-    try:
-        yield
-    except Exception as error:  # tokenizers raise no narrower one
-        number = full_disk(error)
-        if number is None:
-            raise
-        raise InputError(
-            f"no space left in '{path}' ({room_in(path, number)}): what was being saved is not there, everything "
-            "before it is whole; free some space and go on with --resume, or choose another output"
-        ) from error
+    return FullDiskTold(
+        path,
+        lambda room: (
+            f"no space left in '{path}' ({room}): what was being saved is not there, everything before it is whole; "
+            "free some space and go on with --resume, or choose another output"
+        ),
+    )
 
 
-@contextlib.contextmanager
-def space_for(path: Path, need: int) -> Iterator[None]:
+def space_for(path: Path, need: int) -> FullDiskTold:
     """Makes a full disk (or quota, or too large a file), met while ``need`` bytes go to ``path``, an ``InputError``."""
-    try:
-        yield
-    except OSError as error:
-        number = full_disk(error)
-        if number is None:
-            raise
-        raise InputError(
-            f"no space left for '{path}': {need:,} bytes needed, {room_in(path.parent, number)}; "
-            "free some space, or choose another output"
-        ) from error
+    return FullDiskTold(
+        path.parent,
+        lambda room: (
+            f"no space left for '{path}': {need:,} bytes needed, {room}; free some space, or choose another output"
+        ),
+    )
 
 
 def _finite(value: Any, place: str, places: list[str]) -> Any:
