@@ -431,9 +431,19 @@ def answer_of(run: Path) -> str:
     return results.generate(str(run), prompt="1 + 1", system=None, max_tokens=2, temperature=0.0, seed=0, console=quiet)
 
 
-def test_a_merged_model_is_tried_too(run: Path, merge: Command, tmp_path: Path) -> None:
+def test_a_merged_model_is_tried_too(
+    run: Path, merge: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert merge(run, "--out", tmp_path / "out")[0] == 0
-    assert answer_of(tmp_path / "out") == answer_of(run) != ""
+    tried: list[torch.Tensor] = []
+
+    def answer(model: Any, tokenizer: Any, prompt: str, **_: Any) -> str:
+        tried.append(logits(model))
+        return f"{tokenizer.chat_template == CHATML}"
+
+    monkeypatch.setattr(results, "generate_text", answer)
+    assert answer_of(run) == answer_of(tmp_path / "out") == "True"
+    torch.testing.assert_close(tried[1], tried[0], rtol=0, atol=1e-5)
 
 
 def test_an_empty_answer_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
