@@ -102,7 +102,7 @@ def test_device_classes(name: str, tmp_path: Path) -> None:
 
 
 def test_one_memory_is_no_place_to_move_to(tmp_path: Path) -> None:
-    document, _, _ = plan(recipe_of(tmp_path, QWEN3_06B, "packing.tokens=65536"), "dgx-spark")
+    document, _, _ = plan(recipe_of(tmp_path, QWEN3_06B, "packing.tokens=98304"), "dgx-spark")
     made = decisions(document)
     assert made["recompute"][0]
     assert (made["offload"][0], "one memory with the host" in made["offload"][1]) == (False, True)
