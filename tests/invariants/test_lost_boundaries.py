@@ -11,12 +11,17 @@ import torch
 import transformers
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, default_data_collator
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    default_data_collator,
+)
 
-from packed import documents, model_of, with_adapter
+from packed import documents, model_of, row_of, with_adapter
 from slipstream import InputError, PackedCollator, Trainer, TrainStep, apply, pack_dataset, restore
 from tiny import tiny_tokenizer
-from training import arguments, packed_rows
+from training import arguments, packed_rows, trainer_of
 
 LENGTHS = (5, 7, 4, 8, 3, 9)
 TOKENS = 12
@@ -159,3 +164,25 @@ def test_a_row_cut_short_is_refused() -> None:
     short = {name: value[:, :9] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     with pytest.raises(InputError, match="segments hold 12 tokens"):
         apply(model_of("llama"))(**short)
+
+
+def _dropping(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A collator of somebody's own, which hands on neither lengths nor positions."""
+    return {name: torch.tensor([example[name] for example in examples]) for name in ("input_ids", "labels")}
+
+
+@pytest.mark.parametrize("collator", [_dropping, DataCollatorWithFlattening()], ids=["own", "flattening"])
+def test_our_trainer_refuses_what_a_collator_has_lost(tmp_path: Path, collator: Any) -> None:
+    trainer = trainer_of(tmp_path, collator=collator, remove_unused_columns=False)
+    with pytest.raises(InputError, match=r"packed rows .* without segments.*PackedCollator"):
+        trainer.train()
+
+
+def test_a_loop_refuses_positions_that_start_again() -> None:
+    model = apply(model_of("llama").train())
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), "eager")
+    batch = row_of(documents((5, 4, 3)))
+    step(dict(batch))
+    del batch["segments"]
+    with pytest.raises(InputError, match=r"position_ids start again \d times .* without segments"):
+        step(batch)

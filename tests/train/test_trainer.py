@@ -444,3 +444,11 @@ def test_a_step_is_made_for_the_precision_that_is_trained_in(
     ((found, about),) = asked
     assert found == dtype
     assert about.scaled_gradients == (dtype == torch.float16)
+
+
+@pytest.mark.parametrize(("train", "evaluation", "used"), [(1, 8, 1), (2, 1, 1), (2, 2, 2)])
+def test_evaluation_takes_no_more_rows_than_fit_the_collator(
+    tmp_path: Path, train: int, evaluation: int, used: int
+) -> None:
+    trainer = trainer_of(tmp_path, rows=train, per_device_eval_batch_size=evaluation)
+    assert trainer.args.per_device_eval_batch_size == used

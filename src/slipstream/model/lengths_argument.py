@@ -51,6 +51,23 @@ def refuse_without_segments(arguments: Mapping[str, Any]) -> None:
         )
 
 
+def refuse_restarts(batch: Mapping[str, Any]) -> None:
+    """Raise ``InputError`` for positions that start again within a row, as packed documents' do, without ``Segments``.
+
+    On the host only: of what is on the device already nothing is asked.
+    """
+    refuse_without_segments(batch)
+    positions = batch.get("position_ids")
+    if batch.get("segments") is not None or positions is None or positions.device.type != "cpu":
+        return
+    again = (positions[..., 1:] == 0) & (positions[..., :-1] > 0)
+    if bool(again.any()):
+        raise InputError(
+            f"a batch whose position_ids start again {int(again.sum())} times within its rows, without segments: its "
+            f"documents would see each other; hand on the segments that slipstream.PackedCollator makes"
+        )
+
+
 def _naming(own: Callable[..., Any], before: Callable[..., Any] | None) -> Callable[..., Any]:
     """A function that calls a model's forward: ``before`` where the instance has one of its own, else the class's."""
 

@@ -1,6 +1,6 @@
 """What a trainer is given and would pass over: refused when it is made, since a training without it looks the same."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import transformers
@@ -8,6 +8,7 @@ from transformers import DataCollatorWithPadding
 from transformers.data.data_collator import default_data_collator
 
 from slipstream.errors import InputError
+from slipstream.model.lengths_argument import refuse_without_segments
 
 
 def refuse_ignored(trainer: transformers.Trainer) -> None:
@@ -34,15 +35,32 @@ def refuse_uncollated(trainer: transformers.Trainer) -> None:
     collator = trainer.data_collator
     if collator is not default_data_collator and type(collator) is not DataCollatorWithPadding:
         return
+    if has_packed_rows(trainer):
+        raise InputError(
+            f"packed rows (they have seq_lengths) without a collator that builds their boundaries: documents would "
+            f"see each other; give data_collator=slipstream.PackedCollator(tokens=...), with room for "
+            f"per_device_train_batch_size={trainer.args.per_device_train_batch_size} rows"
+        )
+
+
+def has_packed_rows(trainer: transformers.Trainer) -> bool:
+    """Whether rows that the trainer was given say that they are packed; a stream may not say what it has."""
     for rows in (trainer.train_dataset, *_parts(trainer.eval_dataset)):
         names = getattr(rows, "column_names", None)
         names = rows[0] if names is None and isinstance(rows, Sequence) and len(rows) else names
         if names and "seq_lengths" in names:
-            raise InputError(
-                f"packed rows (they have seq_lengths) without a collator that builds their boundaries: documents would "
-                f"see each other; give data_collator=slipstream.PackedCollator(tokens=...), with room for "
-                f"per_device_train_batch_size={trainer.args.per_device_train_batch_size} rows"
-            )
+            return True
+    return False
+
+
+def refuse_boundless(inputs: Mapping[str, Any]) -> None:
+    """Refuse a batch of packed rows whose collator has lost where documents end (``PaddedCollator`` has one a row)."""
+    refuse_without_segments(inputs)
+    if inputs.get("segments") is None and "lengths" not in inputs:
+        raise InputError(
+            "a batch of packed rows (they have seq_lengths) without segments: its documents would see each other; "
+            "give data_collator=slipstream.PackedCollator(tokens=...), or hand its segments on"
+        )
 
 
 def _parts(eval_dataset: Any) -> list[Any]:

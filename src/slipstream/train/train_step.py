@@ -22,6 +22,7 @@ from torch import nn
 from slipstream.cost.hardware import compute_dtype, describe
 from slipstream.decision import Decision
 from slipstream.errors import InputError
+from slipstream.model.lengths_argument import refuse_restarts
 from slipstream.step.choice import Mode, ModeChoice
 from slipstream.step.step import Step
 from slipstream.train.circumstances import circumstances
@@ -82,6 +83,8 @@ class TrainStep:
             raise InputError(
                 f"{type(self.model).__name__} is in evaluation mode, without dropout; call model.train() before a step"
             )
+        for one in batches:
+            refuse_restarts(one)
         moved = [self._moved(one) for one in batches]
         learned = torch.stack([learned_tokens(one["labels"]) for one in moved]).sum().clamp(min=1)
         loss = torch.stack([self._step(one, learned) for one in moved]).sum()

@@ -33,7 +33,7 @@ from slipstream.step.step import Step
 from slipstream.train.checkpoint import rotate, write_manifest
 from slipstream.train.circumstances import AUTOCAST, circumstances
 from slipstream.train.forward import BatchLoss
-from slipstream.train.ignored import refuse_ignored, refuse_uncollated
+from slipstream.train.ignored import has_packed_rows, refuse_boundless, refuse_ignored, refuse_uncollated
 from slipstream.train.loss import learned_tokens
 from slipstream.train.ranks import summed_over_ranks
 from slipstream.train.records import EvalRecord, StepLog, StepRecord
@@ -79,6 +79,7 @@ class Trainer(SeveralRanksTrainer):
         super().__init__(model, args, *positional, **named)
         refuse_ignored(self)
         refuse_uncollated(self)
+        self._packed_rows = has_packed_rows(self)
         self.model_accepts_loss_kwargs = True  # the loss is divided by num_items_in_batch here, not by accumulation
         self.compute_dtype = compute_dtype
         self.step_log = step_log or StepLog(None)
@@ -131,6 +132,12 @@ class Trainer(SeveralRanksTrainer):
         self._tally.add(inputs, loss * self.args.world_size, learned)  # as compute_loss gives it
         self.exchange()
         return loss
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        if self._packed_rows:
+            refuse_boundless(inputs)
+        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+        return prepared
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *positional: Any, **named: Any) -> nn.Module:
         if training and self.args.world_size > 1:  # what it is wrapped in depends on who exchanges gradients
@@ -365,7 +372,8 @@ def _without_syncs(args: TrainingArguments) -> TrainingArguments:
     args.logging_strategy = IntervalStrategy.NO  # reads the loss on the host; StepLog does it asynchronously
     args.logging_nan_inf_filter = False  # looks at every loss
     args.remove_unused_columns = False  # would drop seq_lengths
-    args.per_device_eval_batch_size = args.per_device_train_batch_size  # what fits the collator
+    fits = args.per_device_train_batch_size  # the collator; transformers' own default for evaluation is 8
+    args.per_device_eval_batch_size = min(fits, args.per_device_eval_batch_size)
     args.accelerator_config.dispatch_batches = False  # joins batches of several ranks, which segments can't
     args.accelerator_config.non_blocking = args.device.type == "cuda"  # elsewhere nothing but a warning comes of it
     args.average_tokens_across_devices = True  # the loss is divided by the learned tokens of all ranks
