@@ -113,7 +113,7 @@ class Offload:
         return sum(lane.given_up for lane in self.lanes.values())
 
     def retreat(self) -> None:
-        """After memory ran out anywhere in a step whose graph is gone: go on with one buffer for good."""
+        """After memory ran out anywhere in a step, which goes no further: go on with one buffer for good."""
         for lane in self.lanes.values():
             lane.settle()
             if lane.depth > 1:

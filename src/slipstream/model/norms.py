@@ -12,7 +12,8 @@ Families differ in what is rounded. Each class is tried on a few numbers to see 
     last     (w * x * r).to(dtype)        gpt-oss, olmo2: one
 
 Others (gemma's ``1 + w``, norms that subtract a mean) stay as they are. So do compiled layers, whose kernels are fused
-anyway: the compiler sees the model's own code. ``attach`` sets ``forward`` on the instance, ``detach`` takes it away.
+anyway: the compiler sees the model's own code. ``attach_norms`` sets ``forward`` on the instance, ``Norms.detach``
+takes it away.
 """
 
 import copy
@@ -77,7 +78,7 @@ def norms_obstacle(device: Device) -> str | None:
 def attach_norms(found: dict[nn.Module, Rounded]) -> Norms:
     """Override each norm's forward on the instance."""
     for module, rounded in found.items():
-        vars(module)["forward"] = MethodType(_first if rounded == "first" else _last, module)
+        vars(module)["forward"] = MethodType(_FORWARDS[rounded], module)
     return Norms(tuple(found))
 
 
@@ -93,9 +94,8 @@ def _rounded(module: Any) -> Rounded | None:
     generator = torch.Generator().manual_seed(0)
     trial = copy.copy(module)
     width = module.weight.numel()
-    x = torch.randn(TRIED, width, generator=generator, device="cpu")
-    weight = 0.5 + torch.rand(width, generator=generator, device="cpu")
-    x, weight = x.bfloat16(), weight.bfloat16()
+    x = torch.randn(TRIED, width, generator=generator, device="cpu").bfloat16()
+    weight = (0.5 + torch.rand(width, generator=generator, device="cpu")).bfloat16()
     trial._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
     with torch.no_grad():
         expected = type(module).forward(trial, x)

@@ -4,8 +4,8 @@ The decoder's pre-hook puts ``segments`` on the input's device and stops transfo
 itself (with a 4-D mask: with ``None`` it compares position ids on the device and waits for the answer). The post-hook
 counts at the first packed forward that every attention module did read the boundaries; it is on the outer model too,
 since some models keep unknown arguments from their decoder. Lengths that come without segments are refused
-(``lengths_argument.py``). A model that drops the boundaries on the way would train
-with documents that see each other, without an error: it is refused instead.
+(``lengths_argument.py``). A model that drops the boundaries on the way would train with documents that see each other,
+without an error: it is refused instead.
 """
 
 from dataclasses import dataclass, field
