@@ -169,9 +169,9 @@ def pack_dataset(
     The documents of a row lie one after another; ``seq_lengths`` holds their lengths. ``position_ids`` count each
     document's tokens from 0: trainers that drop columns keep them, so that a row which has lost its lengths shows it
     (`collate` refuses it). ``dataset`` needs ``input_ids``; its ``labels`` are kept, otherwise every token is learned
-    that ``completion_mask`` and ``assistant_masks`` (where they exist) allow. The label at each document's first token is -100: nothing stands before it to predict it from.
-    Other columns are left behind. The rows are written to the data sets' cache (or ``cache_dir``) and mapped from
-    there, so memory stays bounded.
+    that ``completion_mask`` and ``assistant_masks`` (where they exist) allow. The label at each document's first token
+    is -100: nothing stands before it to predict it from. Other columns are left behind. The rows are written to the
+    data sets' cache (or ``cache_dir``) and mapped from there, so memory stays bounded.
     """
     return pack_rows(dataset, tokens, seed=seed, window=window, cache_dir=cache_dir, positions=True)
 
