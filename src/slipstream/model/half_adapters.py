@@ -24,10 +24,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from slipstream.decision import Decision
+from slipstream.model.joined_adapters import Joined, can_be_joined, same_inputs
+from slipstream.model.last_product import last_product
 
 HALF = (torch.bfloat16, torch.float16)
 HALVES, NAME, OWNER = "_slipstream_half", "_slipstream_name", "_slipstream_adapters"
 """What hangs on an adapter layer: its half-precision copies (A, B) or None, its adapter's name, and who casts it."""
+JOINED = "_slipstream_joined"
+"""The group that compiled layers compute it with, and its place in it; None for a layer that they compute by itself."""
 
 
 @dataclass
@@ -40,6 +44,8 @@ class HalfAdapters:
     hooks: list[RemovableHandle] = field(default_factory=list)
     users: int = 1
     """How many steps of the model have attached them and not detached them again."""
+    stacks: list[list[Any]] = field(default_factory=list)
+    """Layers whose copies of A lie one below the other in memory, as a product with all of them reads them."""
 
     @classmethod
     def attach(cls, base: Any, dtype: torch.dtype) -> tuple["HalfAdapters | None", Decision]:
@@ -61,7 +67,7 @@ class HalfAdapters:
         adapters.hooks.append(base.get_decoder().register_forward_pre_hook(adapters._refresh, prepend=True))
         for layer in found:
             forward = MethodType(_forward, layer)
-            vars(layer).update({HALVES: None, NAME: _name(layer), OWNER: adapters, "forward": forward})
+            vars(layer).update({HALVES: None, NAME: _name(layer), OWNER: adapters, JOINED: None, "forward": forward})
         left = f"; {others} other adapter layers stay peft's" if others else ""
         reason = f"{len(found)} adapters cast together once a forward, float32 masters{left}"
         return adapters, Decision("half adapters", True, reason)
@@ -74,19 +80,38 @@ class HalfAdapters:
         for hook in self.hooks:
             hook.remove()
         for layer in self.layers:
-            for attribute in ("forward", HALVES, NAME, OWNER):
+            for attribute in ("forward", HALVES, NAME, OWNER, JOINED):
                 vars(layer).pop(attribute, None)
+
+    def join(self, base: Any) -> Decision:
+        """Let compiled layers compute adapters that read the same tensor in one operator; the decision about it.
+
+        Runs the model on a few tokens, to see which do. Layers that can't be computed so stay as they are.
+        """
+        fitting = [layer for layer in self.layers if can_be_joined(layer, _name(layer), self.dtype)]
+        if not fitting:
+            return Decision("joined adapters", False, "quantized or trained weights, or dropout before each adapter")
+        groups = same_inputs(base, fitting)
+        self.stacks = [layers for layers in groups if len(layers) > 1]
+        for layers in groups:
+            group = Joined(layers, [_name(layer) for layer in layers], HALVES)
+            for index, layer in enumerate(layers):
+                vars(layer)[JOINED] = group, index
+        left = len(self.layers) - len(fitting)
+        others = f"; {left} others by themselves" if left else ""
+        reason = f"compiled layers compute {len(fitting)} adapters in {len(groups)} groups that read one tensor{others}"
+        return Decision("joined adapters", True, reason)
 
     def leave_last_uncompiled(self, base: Any) -> int:
         """Keep each decoder layer's last adapter out of compiled code, and give how many there are.
 
         A compiled part runs as a whole. Where layers are recomputed, their last product is not needed again, which
-        uncompiled code knows (see ``_added``); it is a quarter of a dense layer's recompute.
+        uncompiled code knows (``last_product.py``, ``_added``); it is a quarter of a dense layer's recompute.
         """
         ends = [[m for m in layer.modules() if m in self.layers] for layer in base.get_decoder().layers]
         lasts = [found[-1] for found in ends if found]
         for layer in lasts:
-            outside: Callable[..., Any] = torch.compiler.disable(_forward)  # type: ignore[no-untyped-call]
+            outside: Callable[..., Any] = torch.compiler.disable(_last_forward)  # type: ignore[no-untyped-call]
             vars(layer)["forward"] = MethodType(outside, layer)
         return len(lasts)
 
@@ -95,9 +120,25 @@ class HalfAdapters:
         with torch.inference_mode(False), torch.enable_grad():
             masters = [weight for layer in self.layers for weight in _weights(layer)]
             cast: Callable[..., tuple[torch.Tensor, ...]] = _Cast.apply
-            halves = iter(cast(self.dtype, *masters))
+            halves = iter(cast(self._places(), *masters))
             for layer in self.layers:
                 vars(layer)[HALVES] = (next(halves), next(halves))
+
+    def _places(self) -> list[torch.Tensor]:
+        """Memory for the copies: A and B of each layer."""
+        stacked: dict[int, torch.Tensor] = {}
+        for layers in self.stacks:
+            masters = [_weights(layer)[0] for layer in layers]
+            ranks = [a_RI.shape[0] for a_RI in masters]
+            parts = masters[0].new_empty(sum(ranks), masters[0].shape[1], dtype=self.dtype).split(ranks)
+            stacked.update({id(layer): part for layer, part in zip(layers, parts, strict=True)})
+        places: list[torch.Tensor] = []
+        for layer in self.layers:
+            a_RI, b_OR = _weights(layer)
+            place = stacked.get(id(layer))
+            places.append(torch.empty_like(a_RI, dtype=self.dtype) if place is None else place)
+            places.append(torch.empty_like(b_OR, dtype=self.dtype))
+        return places
 
 
 def forget_copies(base: nn.Module) -> None:
@@ -145,10 +186,9 @@ class _Cast(torch.autograd.Function):
     """float32 masters → half-precision copies, all together; their gradients back to float32, all together."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *masters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        halves = [torch.empty_like(master, dtype=dtype) for master in masters]
-        torch._foreach_copy_(halves, masters)
-        return tuple(halves)
+    def forward(ctx: Any, places: list[torch.Tensor], *masters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch._foreach_copy_(places, masters)
+        return tuple(places)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -164,11 +204,27 @@ def _forward(self: Any, x_NI: torch.Tensor, *args: Any, **kwargs: Any) -> torch.
         return out
     name: str = self._slipstream_name
     a_RI, b_OR = self._slipstream_half
+    compiling = torch.compiler.is_compiling()
+    if compiling and self._slipstream_joined is not None and x_NI.dtype == a_RI.dtype:
+        group, index = self._slipstream_joined
+        joined: torch.Tensor = group.output(index, x_NI)
+        return joined
     low_NR = F.linear(self.lora_dropout[name](x_NI).to(a_RI.dtype), a_RI)
-    if torch.compiler.is_compiling():  # which fuses scale and sum into whatever comes next
-        summed: torch.Tensor = self.base_layer(x_NI) + F.linear(low_NR, b_OR) * self.scaling[name]
+    if compiling:  # the sum is fused into whatever comes next
+        low_NR = low_NR if self.scaling[name] == 1.0 else low_NR * self.scaling[name]
+        summed: torch.Tensor = self.base_layer(x_NI) + F.linear(low_NR, b_OR)
         return summed
     return _added(self.base_layer, x_NI, low_NR, b_OR, self.scaling[name])
+
+
+def _last_forward(self: Any, x_NI: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``_forward`` of the last adapter of a layer that is recomputed; a product made for it where it fits."""
+    halves = self._slipstream_half
+    plain = halves is None or self.disable_adapters or self.merged or args or kwargs
+    if plain or self._slipstream_joined is None or x_NI.dtype != halves[0].dtype:
+        return _forward(self, x_NI, *args, **kwargs)
+    base = self.base_layer
+    return last_product(x_NI, base.weight, base.bias, *halves, self.scaling[self._slipstream_name])
 
 
 def _added(base: Any, x_NI: torch.Tensor, low_NR: torch.Tensor, b_OR: torch.Tensor, scaling: float) -> torch.Tensor:

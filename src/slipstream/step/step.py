@@ -57,8 +57,10 @@ class Step:
         self._captured = None
         if self.mode == "captured":
             self._captured = CapturedStep(loss, self._parameters, partial(forget_copies, base), self.layers)
-        if self._layers is not None and self._adapters is not None and checkpoints(base):
-            self._adapters.leave_last_uncompiled(base)
+        if self._layers is not None and self._adapters is not None:
+            self.decisions.append(self._adapters.join(base))
+            if checkpoints(base):
+                self._adapters.leave_last_uncompiled(base)
         self._settled = False
 
     def __call__(self, batch: Mapping[str, Any], learned: torch.Tensor | float) -> torch.Tensor:
