@@ -6,10 +6,13 @@ kernel choice works and boundaries never become constants of compiled code. Comp
 ``active``: evaluation and generation, whose shapes differ, run the model's own. The alternative, compiling the whole
 model, takes minutes for deep models and compiles again for each set of boundaries. An MLP that runs in tiles
 (``model/tiled_mlp.py``) is a compiled part of its own.
+
+Between compiled parts nothing is copied: a part's backward is traced for gradients laid out as its outputs are, which
+is how attention kernels give those of the queries, keys and values that they read.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -50,10 +53,13 @@ class CompiledLayers:
         for tile in self._tiles:
             tile.compiled = MethodType(self._forwards[type(tile.module)], tile.module)
         try:
-            with torch._dynamo.config.patch(
-                recompile_limit=LARGEST_VARIETY,
-                accumulated_recompile_limit=4 * LARGEST_VARIETY,
-                fail_on_recompile_limit_hit=True,
+            with (
+                _gradients_laid_out_as_outputs(),
+                torch._dynamo.config.patch(
+                    recompile_limit=LARGEST_VARIETY,
+                    accumulated_recompile_limit=4 * LARGEST_VARIETY,
+                    fail_on_recompile_limit_hit=True,
+                ),
             ):
                 yield
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
@@ -83,6 +89,19 @@ def _compiled(kind: Any) -> Callable[..., Any]:
         return inner(self, *args, **kwargs)
 
     return forward
+
+
+def _gradients_laid_out_as_outputs() -> AbstractContextManager[Any]:
+    """What is compiled inside takes the gradients of its outputs in their strides, as newer PyTorch does by itself.
+
+    PyTorch 2.11 traces contiguous ones by default and copies at run time what comes otherwise; queries, keys and values
+    are transposed, so that each of their gradients would be copied once a layer.
+    """
+    import torch._functorch.config as config
+
+    option = "guess_tangent_strides_as_outputs"
+    patched: AbstractContextManager[Any] = config.patch({option: True}) if hasattr(config, option) else nullcontext()
+    return patched
 
 
 def _repeated(decoder: Any) -> list[nn.Module]:

@@ -46,7 +46,8 @@ def obstacle(needs: Needs, device: Device, dtype: torch.dtype) -> str | None:
 
 def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, call: Call) -> torch.Tensor:
     """See ``call.Kernel``; grouped heads are not repeated."""
-    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
+    # views whose gradients are views as well: that of x[0] is written into a tensor of zeros, with other strides
+    q_THD, k_TGD, v_TGD = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
     # causal, reaching back window - 1 tokens
     window = (-1 if call.window is None else call.window - 1, 0)
     if call.sinks is not None:
