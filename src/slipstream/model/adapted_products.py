@@ -9,9 +9,9 @@
     dA   = dlow^T x
 
 A compiler that is given these products in a sum makes every one a tensor of its own, and sums them in kernels that only
-move bytes; cuBLAS adds a product to what is there for a few microseconds. So the operator is opaque to the compiler, as attention is. The
-alternative, the adapter's rows as 16 more columns of the weight, costs one tile more in every backward product. Sums
-are rounded once for each product, as autograd's are where several layers read one tensor.
+move bytes; cuBLAS adds a product to what is there for a few microseconds. So the operator is opaque to the compiler, as
+attention is. The alternative, the adapter's rows as 16 more columns of the weight, costs one tile more in every
+backward product. Sums are rounded once for each product, as autograd's are where several layers read one tensor.
 
 N: tokens; I: inputs; O: a layer's outputs; R: its rank; a list has one entry a layer.
 """
@@ -129,7 +129,7 @@ def _gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     outs = [x.new_zeros(*x.shape[:-1], one.shape[0]) if g is None else g for g, one in zip(grads[1:], b, strict=True)]
     grad_a, *others = _backward(outs, x, low_NR, weights, a, b, ctx.scales, ctx.wants_x)
     grad_x = others.pop() if ctx.wants_x else None
-    grads_a = list(grad_a.split([one.shape[0] for one in a]))
+    grads_a = list(torch.split(grad_a, [one.shape[0] for one in a]))
     return grad_x, [None] * ctx.layers, [None] * ctx.biases, grads_a, others, None
 
 
@@ -149,7 +149,8 @@ def adapted_products(
 
     ``biases`` are frozen too, one a layer or none at all. Gradients reach x, A and B.
     """
-    return _forward(x, weights, biases, a, b, scales)[1:]
+    low_and_outs: list[Tensor] = _forward(x, weights, biases, a, b, scales)
+    return low_and_outs[1:]
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
@@ -165,7 +166,7 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 def _parts(stacked_NR: Tensor, a: Sequence[Tensor]) -> list[Tensor]:
     """Each layer's columns, as views."""
-    return list(stacked_NR.split([one.shape[0] for one in a], dim=1))
+    return list(torch.split(stacked_NR, [one.shape[0] for one in a], dim=1))
 
 
 def _scaled(stacked_NR: Tensor, a: Sequence[Tensor], scales: Sequence[float]) -> Tensor:

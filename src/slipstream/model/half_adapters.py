@@ -130,7 +130,7 @@ class HalfAdapters:
         for layers in self.stacks:
             masters = [_weights(layer)[0] for layer in layers]
             ranks = [a_RI.shape[0] for a_RI in masters]
-            parts = masters[0].new_empty(sum(ranks), masters[0].shape[1], dtype=self.dtype).split(ranks)
+            parts = torch.split(masters[0].new_empty(sum(ranks), masters[0].shape[1], dtype=self.dtype), ranks)
             stacked.update({id(layer): part for layer, part in zip(layers, parts, strict=True)})
         places: list[torch.Tensor] = []
         for layer in self.layers:
@@ -223,8 +223,8 @@ def _last_forward(self: Any, x_NI: torch.Tensor, *args: Any, **kwargs: Any) -> t
     plain = halves is None or self.disable_adapters or self.merged or args or kwargs
     if plain or self._slipstream_joined is None or x_NI.dtype != halves[0].dtype:
         return _forward(self, x_NI, *args, **kwargs)
-    base = self.base_layer
-    return last_product(x_NI, base.weight, base.bias, *halves, self.scaling[self._slipstream_name])
+    base, (a_RI, b_OR) = self.base_layer, halves
+    return last_product(x_NI, base.weight, base.bias, a_RI, b_OR, self.scaling[self._slipstream_name])
 
 
 def _added(base: Any, x_NI: torch.Tensor, low_NR: torch.Tensor, b_OR: torch.Tensor, scaling: float) -> torch.Tensor:
