@@ -77,6 +77,7 @@ def _varlen_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     varlen._grouped_heads.cache_clear()
+    torch._dynamo.reset()  # code traced for this backend serves no other
 
 
 def model_with(family: str, layers: int, adapter: bool) -> Any:
