@@ -56,7 +56,7 @@ def attended(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, scal
 
 @pytest.fixture(autouse=True)
 def _varlen_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """``varlen`` over the stand-in for its kernel; layers are traced with their backward and run as they were traced."""
+    """``varlen`` over the stand-in for its kernel; layers are traced for forward and backward, and run as traced."""
 
     def varlen_attn(q: Any, k: Any, v: Any, *rest: Any, scale: float, enable_gqa: bool = False, **named: Any) -> Any:
         return Flash.apply(q, k, v, scale)
@@ -88,10 +88,7 @@ def model_with(family: str, layers: int, adapter: bool) -> Any:
 
 
 def moved(family: str, layers: int, adapter: bool) -> tuple[Counter[str], dict[str, torch.Tensor]]:
-    """Between compiled parts and kernels of a second pass: what was copied or filled that holds a row's tokens.
-
-    With the gradients.
-    """
+    """Of a second pass: what was copied or filled between compiled parts and kernels, of a row's length; gradients."""
     model = model_with(family, layers, adapter)
     row = {name: value for name, value in row_of(documents((TOKENS,))).items() if name != "labels"}
     compiled = CompiledLayers(model.get_decoder())
