@@ -43,6 +43,7 @@ def main() -> None:
     print(json.dumps(row, indent=2))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made = document("plan", device, [row], ceilings={**vars(target.rates)})
+    row.update(commit=made["commit"], ceilings=made["ceilings"])  # a file may have rows of several calls
     made["command"] = " ".join(["python benchmarks/bench_plan.py", *without_paths(sys.argv[1:])])
     if options.out:
         path = Path(options.out)

@@ -89,7 +89,15 @@ def page(results: Results) -> str:
 def plans(results: Results) -> str:
     """Predictions of ``slipstream plan`` beside runs, with their errors; bars: memory 10%, a captured step 20%."""
     rows = [
-        [name, row["shape"], f"{row['layers']}", f"{row['tokens']:,}", row["choices"], *_errors(row)]
+        [
+            name,
+            _commit(row, result),
+            row["shape"],
+            f"{row['layers']}",
+            f"{row['tokens']:,}",
+            row["choices"],
+            *_errors(row),
+        ]
         for name, result in results.items()
         if result.get("benchmark") == "plan"
         for row in result["rows"]
@@ -97,12 +105,17 @@ def plans(results: Results) -> str:
     ]
     if not rows:
         return ""
-    head = ["file", "model", "layers", "tokens", "choices"]
+    head = ["file", "commit", "model", "layers", "tokens", "choices"]
     head += ["memory: predicted", "measured", "error", "step: predicted", "measured", "error"]
     words = (
         "Predictions of the commit measured; `tests/cost/test_plan_against_run.py` makes today's for the same jobs.\n"
     )
     return "\n".join(["## Plan against run\n", words, markdown_table(head, rows)])
+
+
+def _commit(row: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """The commit that a row was measured at, which may be another than its file's."""
+    return str(row.get("commit", result["commit"]))[:7]
 
 
 def _errors(row: Mapping[str, Any]) -> list[str]:

@@ -42,6 +42,9 @@ CPU_ATTENTION_SHARE = 0.5
 """The same on a CPU, whose kernel is nearer to its matrix products (20 to 22 of 31 GFLOP/s, in turns)."""
 KERNEL = 3e-6
 """Seconds of the smallest kernel on a card; on a CPU it is what issuing one takes."""
+JOINED_SHARE = 4 / 7
+"""Tensors read by a layer's seven adapters, a seventh each: queries, keys and values share one, gate and up another
+(``model/joined_adapters.py``)."""
 UNPACK_SHARE = 0.5
 """Bandwidth of NF4 unpacking over the copy rate: three passes were 7% of a compiled step of Qwen3-14B."""
 LOSS_BYTES, FROZEN_LOSS_BYTES, FUSED_LOSS_BYTES = 50, 60, 12
@@ -166,8 +169,11 @@ def _mlp_bytes(job: Job) -> float:
 def _adapter_bytes(job: Job, sizes: Sequence[tuple[int, int]]) -> float:
     """What adapters of these inputs and outputs move in one forward, an average layer's share: ``_eager_bytes``."""
     own = job.compute == "float32" or not job.half_adapters
-    read = 2 if job.fused or not own or job.compute == "float32" else 14
-    added = (4 if job.half_adapters else 8) if job.fused else (10 if own else 4)
+    if job.fused and not own and not job.nf4:
+        read, added = 2 * JOINED_SHARE, 2.0
+    else:
+        read = 2 if job.fused or not own or job.compute == "float32" else 14
+        added = (4 if job.half_adapters else 8) if job.fused else (10 if own else 4)
     return sum(read * inputs + added * outputs for inputs, outputs in sizes) / job.shape.depth
 
 
@@ -187,7 +193,8 @@ def _eager_bytes(job: Job, layer: Layer) -> float:
 
 def _fused_bytes(job: Job, layer: Layer) -> float:
     """One forward of a compiled layer: norms and residuals once through memory (8 each), rotary and head norms
-    together (4), the gated activation (6); an adapter's input (2) and its sum (4, of peft's own 8).
+    together (4), the gated activation (6); an adapter's input, read once by those that share it (2), and its output,
+    to which the weight's product is added (2; 4 on four-bit weights, 8 of peft's own).
     """
     shape, inner = job.shape, _mlp_width(layer)
     stream = 8 * shape.norms * shape.hidden
