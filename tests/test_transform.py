@@ -130,6 +130,8 @@ def test_options_take_what_a_recipe_takes() -> None:
 def test_what_is_no_language_model_is_refused() -> None:
     with pytest.raises(InputError, match="Linear is not a Hugging Face causal language model"):
         apply(nn.Linear(2, 2))  # type: ignore[type-var]
+    with pytest.raises(InputError, match=r"options \{'attention': 'sdpa'\}: apply takes slipstream.Options"):
+        apply(model_of("llama"), {"attention": "sdpa"})  # type: ignore[arg-type]
 
 
 def test_applying_again_replaces_the_first_call() -> None:

@@ -140,9 +140,11 @@ def apply(model: Model, options: Options | None = None) -> Model:
     """Apply everything that fits this model and device, in place, and return the model.
 
     ``model``: a Hugging Face causal language model, before or after peft wraps it. Applying again with other options
-    undoes the first call. Raises ``InputError`` when a named choice can't be honoured.
+    undoes the first call. Raises ``InputError`` when a named choice can't be honoured, or ``options`` are none.
     """
-    options = options or Options()
+    options = Options() if options is None else options
+    if not isinstance(options, Options):
+        raise InputError(f"options {options!r}: apply takes slipstream.Options(...), e.g. Options(attention='varlen')")
     restore(model)
     base = base_model(model)
     device = describe(next(base.parameters()).device)

@@ -49,6 +49,21 @@ def test_an_optimizer_of_another_model() -> None:
     TrainStep(model, torch.optim.AdamW([*groups, {"params": [other]}]))  # groups, and more than the model's own
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", None, torch.optim.AdamW])
+def test_no_optimizer(optimizer: Any) -> None:
+    with pytest.raises(InputError, match=r"optimizer .*: a step needs one that is made, e.g. torch.optim.AdamW"):
+        TrainStep(adapted(), optimizer)
+
+
+def test_a_closed_step() -> None:
+    step = stepping(adapted())
+    step(plain())
+    step.close()
+    step.close()
+    with pytest.raises(InputError, match="this step is closed"):
+        step(plain())
+
+
 @pytest.mark.parametrize("clip", [-1.0, float("nan")])
 def test_a_clip_below_zero(clip: float) -> None:
     with pytest.raises(InputError, match=f"clip {clip}: the largest gradient norm is at least 0"):

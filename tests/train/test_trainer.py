@@ -290,6 +290,16 @@ def test_what_the_packed_loss_would_pass_over_is_refused(tmp_path: Path, ignored
 
 
 @pytest.mark.parametrize("use", ["train", "evaluate"])
+def test_batches_without_labels_are_refused(tmp_path: Path, use: str) -> None:
+    def without_labels(examples: Any) -> dict[str, Any]:
+        return {name: value for name, value in PackedCollator(tokens=40)(examples).items() if name != "labels"}
+
+    trainer = trainer_of(tmp_path, collator=without_labels, eval_dataset=packed_rows())
+    with pytest.raises(InputError, match=r"a batch without labels \(it has input_ids, .*: there is nothing to learn"):
+        getattr(trainer, use)()
+
+
+@pytest.mark.parametrize("use", ["train", "evaluate"])
 def test_a_model_without_apply_is_refused(tmp_path: Path, use: str) -> None:
     trainer = trainer_of(tmp_path, model=model_of("llama"), eval_dataset=packed_rows())
     with pytest.raises(InputError, match=r"did not read the segments .*give the trainer slipstream.apply\(model\)"):

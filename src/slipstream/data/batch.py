@@ -61,7 +61,8 @@ def collate(examples: Sequence[Mapping[str, Any]], tokens: int) -> PackedBatch:
     if used > tokens:
         raise InputError(
             f"{used:,} tokens in {len(examples)} examples > {tokens:,} tokens a batch; "
-            f"raise the collator's tokens or give it fewer or shorter examples"
+            f"raise the collator's tokens or give it fewer or shorter examples (a trainer's "
+            f"per_device_train_batch_size, and per_device_eval_batch_size, which is 8 by default)"
         )
     input_ids = np.zeros((1, tokens), dtype=np.int64)
     labels = np.full((1, tokens), IGNORE, dtype=np.int64)

@@ -63,5 +63,14 @@ def refuse_boundless(inputs: Mapping[str, Any]) -> None:
         )
 
 
+def refuse_unlabelled(batch: Mapping[str, Any]) -> None:
+    """Refuse a batch from which nothing can be learned."""
+    if "labels" not in batch:
+        raise InputError(
+            f"a batch without labels (it has {', '.join(batch) or 'nothing'}): there is nothing to learn; collate "
+            f"with slipstream.PackedCollator(tokens=...), or add labels, -100 where not learned"
+        )
+
+
 def _parts(eval_dataset: Any) -> list[Any]:
     return list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]

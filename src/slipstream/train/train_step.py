@@ -27,6 +27,7 @@ from slipstream.step.choice import Mode, ModeChoice
 from slipstream.step.step import Step
 from slipstream.train.circumstances import circumstances
 from slipstream.train.forward import BatchLoss
+from slipstream.train.ignored import refuse_unlabelled
 from slipstream.train.loss import learned_tokens
 from slipstream.transform import base_model
 
@@ -49,9 +50,14 @@ class TrainStep:
 
         ``clip``: largest gradient norm, 0 for none. ``dtype``: what layers compute in; None takes the weights' half
         precision, or for float32 weights on a card that multiplies bfloat16, bfloat16 under autocast. Raises
-        ``InputError`` where ``mode`` can't be had, nothing is trained, ``optimizer`` does not hold all that is, or
-        ``clip`` is negative.
+        ``InputError`` where ``mode`` can't be had, nothing is trained, ``optimizer`` is none or does not hold all that
+        is, or ``clip`` is negative.
         """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError(
+                f"optimizer {optimizer!r}: a step needs one that is made, e.g. torch.optim.AdamW("
+                "[p for p in model.parameters() if p.requires_grad], fused=True)"
+            )
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
             raise InputError("no parameter of the model is trained; add an adapter, or set requires_grad")
@@ -67,6 +73,7 @@ class TrainStep:
         about = circumstances(model, dtype=wanted)
         self._step = Step(model, self._loss, trained, about, mode, dtype=wanted)
         self._batch_loss.compiled = self._step.mode != "eager"
+        self._closed = False
         self.grad_norm: torch.Tensor | None = None
         """Norm of the last step's gradients before clipping (0-d, on the device)."""
 
@@ -74,8 +81,12 @@ class TrainStep:
         """One optimizer step on a batch, or on several whose gradients are summed; the mean loss of a learned token.
 
         Raises ``InputError`` for a batch without ``labels`` or with documents that the model would not keep apart, and
-        for a model in evaluation mode.
+        for a model in evaluation mode, and after ``close``.
         """
+        if self._closed:
+            raise InputError(
+                "this step is closed, and the model as it was before it; make another TrainStep to train on"
+            )
         batches = [batch] if isinstance(batch, Mapping) else list(batch)
         if not batches:
             raise InputError("no batches: a step needs at least one")
@@ -113,15 +124,12 @@ class TrainStep:
 
     def close(self) -> None:
         """Give graphs and the memory of steps back, on device and host, and leave the model as it was."""
+        self._closed = True
         self._step.close()
 
     def _moved(self, batch: Batch) -> dict[str, Any]:
         """The batch on the model's device; asynchronously from pinned memory."""
-        if "labels" not in batch:
-            raise InputError(
-                f"a batch without labels (it has {', '.join(batch) or 'nothing'}): there is nothing to learn; collate "
-                f"with slipstream.PackedCollator(tokens=...), or add labels, -100 where not learned"
-            )
+        refuse_unlabelled(batch)
         return {
             name: value.to(self._device, non_blocking=True) if hasattr(value, "to") else value
             for name, value in batch.items()

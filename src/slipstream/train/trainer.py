@@ -33,7 +33,13 @@ from slipstream.step.step import Step
 from slipstream.train.checkpoint import rotate, write_manifest
 from slipstream.train.circumstances import AUTOCAST, circumstances
 from slipstream.train.forward import BatchLoss
-from slipstream.train.ignored import has_packed_rows, refuse_boundless, refuse_ignored, refuse_uncollated
+from slipstream.train.ignored import (
+    has_packed_rows,
+    refuse_boundless,
+    refuse_ignored,
+    refuse_uncollated,
+    refuse_unlabelled,
+)
 from slipstream.train.loss import learned_tokens
 from slipstream.train.ranks import summed_over_ranks
 from slipstream.train.records import EvalRecord, StepLog, StepRecord
@@ -116,6 +122,7 @@ class Trainer(SeveralRanksTrainer):
         """Forward and backward of one batch as ``step`` runs them; the base class's between compiled layers."""
         step = self.step = self.step or self._make_step()
         model.train()
+        refuse_unlabelled(inputs)
         inputs = self._prepare_inputs(inputs)
         if step.mode != "captured" and not self.exchanges:
             tally, own = self._tally, super().training_step
@@ -235,6 +242,7 @@ class Trainer(SeveralRanksTrainer):
         count = torch.zeros((), device=self.args.device, dtype=torch.int64)
         with torch.random.fork_rng(devices=()):  # a loader draws a seed of the host: training's dropout stays as it was
             for inputs in self.get_eval_dataloader(eval_dataset):
+                refuse_unlabelled(inputs)
                 inputs = self._prepare_inputs(inputs)
                 loss += self.batch_loss(self.model, inputs)[0]
                 count += learned_tokens(inputs["labels"])
