@@ -44,8 +44,9 @@ class HalfAdapters:
     hooks: list[RemovableHandle] = field(default_factory=list)
     users: int = 1
     """How many steps of the model have attached them and not detached them again."""
-    stacks: list[list[Any]] = field(default_factory=list)
-    """Layers whose copies of A lie one below the other in memory, as a product with all of them reads them."""
+    groups: list[Joined] = field(default_factory=list)
+    """Layers that compiled steps compute together. Their copies of A lie one below the other in memory, as a product
+    with all of them reads them."""
 
     @classmethod
     def attach(cls, base: Any, dtype: torch.dtype) -> tuple["HalfAdapters | None", Decision]:
@@ -86,30 +87,38 @@ class HalfAdapters:
     def join(self, base: Any) -> Decision:
         """Let compiled layers compute adapters that read the same tensor in one operator; the decision about it.
 
-        Runs the model on a few tokens, to see which do. Layers that can't be computed so stay as they are.
+        Runs the model on a few tokens, to see which do. Layers that can't be computed so stay as they are. Of several
+        steps, the newest says which, since the model may have changed in between.
         """
+        self._part()
         fitting = [layer for layer in self.layers if can_be_joined(layer, _name(layer), self.dtype)]
         if not fitting:
             return Decision("joined adapters", False, "quantized or trained weights, or dropout before each adapter")
-        groups = same_inputs(base, fitting)
-        self.stacks = [layers for layers in groups if len(layers) > 1]
-        for layers in groups:
-            group = Joined(layers, [_name(layer) for layer in layers], HALVES)
-            for index, layer in enumerate(layers):
+        found = same_inputs(base, fitting, self.dtype)
+        self.groups = [Joined(layers, [_name(layer) for layer in layers], HALVES) for layers in found]
+        for group in self.groups:
+            for index, layer in enumerate(group.layers):
                 vars(layer)[JOINED] = group, index
         left = len(self.layers) - len(fitting)
         others = f"; {left} others by themselves" if left else ""
-        reason = f"compiled layers compute {len(fitting)} adapters in {len(groups)} groups that read one tensor{others}"
+        reason = f"compiled layers compute {len(fitting)} adapters in {len(found)} groups that read one tensor{others}"
         return Decision("joined adapters", True, reason)
+
+    def _part(self) -> None:
+        """Every layer by itself again."""
+        self.groups = []
+        for layer in self.layers:
+            vars(layer)[JOINED] = None
 
     def leave_last_uncompiled(self, base: Any) -> int:
         """Keep each decoder layer's last adapter out of compiled code, and give how many there are.
 
         A compiled part runs as a whole. Where layers are recomputed, their last product is not needed again, which
-        uncompiled code knows (``last_product.py``, ``_added``); it is a quarter of a dense layer's recompute.
+        uncompiled code knows (``last_product.py``, ``_added``); it is a quarter of a dense layer's recompute. One that
+        is computed with others stays among them: it is not the layer's last product.
         """
         ends = [[m for m in layer.modules() if m in self.layers] for layer in base.get_decoder().layers]
-        lasts = [found[-1] for found in ends if found]
+        lasts = [found[-1] for found in ends if found and not _has_company(found[-1])]
         for layer in lasts:
             outside: Callable[..., Any] = torch.compiler.disable(_last_forward)  # type: ignore[no-untyped-call]
             vars(layer)["forward"] = MethodType(outside, layer)
@@ -123,11 +132,13 @@ class HalfAdapters:
             halves = iter(cast(self._places(), *masters))
             for layer in self.layers:
                 vars(layer)[HALVES] = (next(halves), next(halves))
+        for group in self.groups:
+            group.ready = None
 
     def _places(self) -> list[torch.Tensor]:
         """Memory for the copies: A and B of each layer."""
         stacked: dict[int, torch.Tensor] = {}
-        for layers in self.stacks:
+        for layers in (group.layers for group in self.groups if len(group.layers) > 1):
             masters = [_weights(layer)[0] for layer in layers]
             ranks = [a_RI.shape[0] for a_RI in masters]
             parts = torch.split(masters[0].new_empty(sum(ranks), masters[0].shape[1], dtype=self.dtype), ranks)
@@ -146,6 +157,8 @@ def forget_copies(base: nn.Module) -> None:
     for module in base.modules():
         if HALVES in vars(module):
             vars(module)[HALVES] = None
+            if vars(module)[JOINED] is not None:
+                vars(module)[JOINED][0].ready = None
 
 
 def _plain_layers(base: nn.Module) -> tuple[list[nn.Module], int]:
@@ -177,6 +190,12 @@ def _name(layer: Any) -> str:
     return str(name)
 
 
+def _has_company(layer: Any) -> bool:
+    """Whether it is computed together with others."""
+    joined: tuple[Joined, int] | None = vars(layer)[JOINED]
+    return joined is not None and len(joined[0].layers) > 1
+
+
 def _weights(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
     name = _name(layer)
     return layer.lora_A[name].weight, layer.lora_B[name].weight
@@ -187,14 +206,18 @@ class _Cast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, places: list[torch.Tensor], *masters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)  # a layer that was not called has no gradient, as peft's has none
         torch._foreach_copy_(places, masters)
         return tuple(places)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        full = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
-        torch._foreach_copy_(full, list(grads))
-        return None, *full
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        given = [grad for grad in grads if grad is not None]
+        full = [torch.empty_like(grad, dtype=torch.float32) for grad in given]
+        if full:
+            torch._foreach_copy_(full, given)
+        rest = iter(full)
+        return None, *(None if grad is None else next(rest) for grad in grads)
 
 
 def _forward(self: Any, x_NI: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

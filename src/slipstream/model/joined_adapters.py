@@ -7,7 +7,8 @@ tokens, not concluded from names: a model whose layers share keys has some that 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,14 +72,14 @@ def can_be_joined(layer: Any, name: str, dtype: torch.dtype) -> bool:
     return plain and (isinstance(dropout, nn.Identity) or dropout.p == 0)
 
 
-def same_inputs(base: Any, layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+def same_inputs(base: Any, layers: Sequence[nn.Module], dtype: torch.dtype) -> list[list[nn.Module]]:
     """``layers`` in groups: those of one module that are called with the very same tensor, one after the other.
 
-    Runs a transformers model once on a few tokens, without gradients. Each layer is in one group, most of them alone;
-    a layer that is called more or less than once is.
+    Runs a transformers model once on a few tokens, without gradients, under autocast in ``dtype`` as a step does. Each
+    layer is in one group, most of them alone; a layer that is called more or less than once is.
     """
     parents = {module: name.rpartition(".")[0] for name, module in base.named_modules()}
-    calls = _calls(base, layers)
+    calls = _calls(base, layers, dtype)
     once = {layer for layer, count in Counter(layer for layer, _ in calls).items() if count == 1}
     groups = [[layer] for layer in layers if layer not in once]
     before: tuple[object, ...] | None = None
@@ -101,17 +102,32 @@ def _kind(layer: Any) -> tuple[object, ...]:
 
 
 @torch.no_grad()
-def _calls(base: Any, layers: Sequence[nn.Module]) -> list[tuple[nn.Module, torch.Tensor]]:
+def _calls(base: Any, layers: Sequence[nn.Module], dtype: torch.dtype) -> list[tuple[nn.Module, torch.Tensor]]:
     """Which layers are called with which tensors; these are kept, so that no two of them have one address."""
     calls: list[tuple[nn.Module, torch.Tensor]] = []
-    hooks = [layer.register_forward_pre_hook(lambda called, args: calls.append((called, args[0]))) for layer in layers]
-    training = base.training
-    base.eval()
+
+    def note(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if args:  # a layer that is called by keywords alone computes by itself
+            calls.append((layer, args[0]))
+
+    device = next(base.get_input_embeddings().parameters()).device
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
     try:
-        ids = torch.ones((1, TRIED), dtype=torch.int64, device=base.get_input_embeddings().weight.device)
-        base(input_ids=ids, use_cache=False)
+        with _evaluating(base), torch.autocast(device.type, dtype=dtype, cache_enabled=False):
+            base(input_ids=torch.ones((1, TRIED), dtype=torch.int64, device=device), use_cache=False)
     finally:
-        base.train(training)
         for hook in hooks:
             hook.remove()
     return calls
+
+
+@contextmanager
+def _evaluating(base: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; then each module is in the mode it was in, which need not be its parent's."""
+    training = [module for module in base.modules() if module.training]
+    base.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
