@@ -220,34 +220,37 @@ class _Cast(torch.autograd.Function):
         return None, *(None if grad is None else next(rest) for grad in grads)
 
 
-def _forward(self: Any, x_NI: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """peft's LoRA forward from the half-precision copies; peft's own where the adapters are switched off or merged."""
+def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """peft's LoRA forward from the half-precision copies; peft's own where the adapters are switched off or merged.
+
+    ``x`` [.., I] is called as peft calls it: a model may give it by keyword.
+    """
     if self._slipstream_half is None or self.disable_adapters or self.merged or args or kwargs:
-        out: torch.Tensor = type(self).forward(self, x_NI, *args, **kwargs)
+        out: torch.Tensor = type(self).forward(self, x, *args, **kwargs)
         return out
     name: str = self._slipstream_name
     a_RI, b_OR = self._slipstream_half
     compiling = torch.compiler.is_compiling()
-    if compiling and self._slipstream_joined is not None and x_NI.dtype == a_RI.dtype:
+    if compiling and self._slipstream_joined is not None and x.dtype == a_RI.dtype:
         group, index = self._slipstream_joined
-        joined: torch.Tensor = group.output(index, x_NI)
+        joined: torch.Tensor = group.output(index, x)
         return joined
-    low_NR = F.linear(self.lora_dropout[name](x_NI).to(a_RI.dtype), a_RI)
+    low_NR = F.linear(self.lora_dropout[name](x).to(a_RI.dtype), a_RI)
     if compiling:  # the sum is fused into whatever comes next
         low_NR = low_NR if self.scaling[name] == 1.0 else low_NR * self.scaling[name]
-        summed: torch.Tensor = self.base_layer(x_NI) + F.linear(low_NR, b_OR)
+        summed: torch.Tensor = self.base_layer(x) + F.linear(low_NR, b_OR)
         return summed
-    return _added(self.base_layer, x_NI, low_NR, b_OR, self.scaling[name])
+    return _added(self.base_layer, x, low_NR, b_OR, self.scaling[name])
 
 
-def _last_forward(self: Any, x_NI: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _last_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """``_forward`` of the last adapter of a layer that is recomputed; a product made for it where it fits."""
     halves = self._slipstream_half
     plain = halves is None or self.disable_adapters or self.merged or args or kwargs
-    if plain or self._slipstream_joined is None or x_NI.dtype != halves[0].dtype:
-        return _forward(self, x_NI, *args, **kwargs)
+    if plain or self._slipstream_joined is None or x.dtype != halves[0].dtype:
+        return _forward(self, x, *args, **kwargs)
     base, (a_RI, b_OR) = self.base_layer, halves
-    return last_product(x_NI, base.weight, base.bias, a_RI, b_OR, self.scaling[self._slipstream_name])
+    return last_product(x, base.weight, base.bias, a_RI, b_OR, self.scaling[self._slipstream_name])
 
 
 def _added(base: Any, x_NI: torch.Tensor, low_NR: torch.Tensor, b_OR: torch.Tensor, scaling: float) -> torch.Tensor:
