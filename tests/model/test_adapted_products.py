@@ -179,8 +179,8 @@ def test_stacked_matrices_are_read_where_they_lie() -> None:
     for matrices in (together, apart, together[1:], together[::-1], [together[0], together[2]], [together[0].clone()]):
         assert torch.equal(module._stacked(matrices), torch.cat(matrices))
     columns = torch.randn(INPUTS, 6).t()
-    halves = [columns[:3], columns[3:]]
-    assert torch.equal(module._stacked(halves), columns), "transposed matrices are no rows below each other"
+    for transposed in ([columns], [columns[:3], columns[3:]]):
+        assert torch.equal(module._stacked(transposed), columns), "no rows below each other"
 
 
 class Counted(TorchDispatchMode):

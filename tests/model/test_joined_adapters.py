@@ -152,7 +152,8 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Attention(order) for _ in range(layers))
 
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> list[Tensor]:
-        return [layer(self.embedding(input_ids)) for layer in self.layers]
+        x = self.embedding(input_ids)  # all read one tensor, each in a module of its own
+        return [layer(x) for layer in self.layers]
 
     def get_decoder(self) -> "Model":
         return self

@@ -26,12 +26,16 @@ TILES = 16
 FORWARD, BACKWARD = "slipstream::adapted_products", "slipstream::adapted_products_backward"
 
 
-@pytest.fixture(autouse=True)
-def _traced_not_generated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Layers are traced with their backward and run as traced: what a compiler makes of that is not looked at here."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    _forget_code()
-    yield
+@pytest.fixture(scope="module", autouse=True)
+def traced_not_generated() -> Iterator[pytest.MonkeyPatch]:
+    """Layers are traced with their backward and run as traced: what a compiler makes of that is not looked at here.
+
+    Models of one family share their code over this file's tests, as steps of one process do.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        _forget_code()
+        yield patch
     _forget_code()
 
 
@@ -139,17 +143,6 @@ def test_gradients_are_as_near_as_pefts(family: str, groups: int, activations: A
     assert "joined adapters" not in {one.name for one in eager.decisions}
     near(step_gradients(eager), pefts, exact)
     eager.close()
-
-
-def test_generated_code_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    _forget_code()
-    model = apply(adapted(num_hidden_layers=1), Options(activations="recompute"))
-    exact, pefts = exact_gradients(num_hidden_layers=1), own_gradients(model)
-    step = stepping(model)
-    near(step_gradients(step), pefts, exact)
-    assert step.mode == "compiled"
-    step.close()
 
 
 def test_the_last_product_is_not_made_again() -> None:
@@ -339,3 +332,15 @@ def test_a_layer_that_is_never_called_has_no_gradient() -> None:
         assert found
         assert not any("spare" in name for name in found)
         step.close()
+
+
+def test_generated_code_gives_the_same(traced_not_generated: pytest.MonkeyPatch) -> None:
+    """The last of this file: what was traced before is forgotten."""
+    traced_not_generated.undo()
+    _forget_code()
+    model = apply(adapted(num_hidden_layers=1), Options(activations="keep"))
+    exact, pefts = exact_gradients(num_hidden_layers=1), own_gradients(model)
+    step = stepping(model)
+    near(step_gradients(step), pefts, exact)
+    assert step.mode == "compiled"
+    step.close()
