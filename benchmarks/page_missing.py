@@ -72,9 +72,14 @@ def again(results: Results, name: str, row: Mapping[str, Any]) -> str | None:
         for other_name, other in results.items()
         if other_name != name and other.get("benchmark") == mine.get("benchmark")
         if str(other.get("date", "")) > str(mine.get("date", ""))
-        if any(_case(row) == _case(one) and "refused" not in one for one in other.get("rows", []))
+        if any(_covers(one, row) and "refused" not in one for one in other.get("rows", []))
     ]
     return max(later)[1] if later else None
+
+
+def _covers(one: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Whether ``one`` has the case of ``row`` and all its arms, where several stand in a row."""
+    return _case(one) == _case(row) and set(row.get("arms", ())) <= set(one.get("arms", ()))
 
 
 def _case(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ RELOADS = {"qwen3-8b": (0.0066, 31), "qwen3-14b": (0.0084, 33), "qwen3-32b": (0.
 EXPERTS = (
     ("routing and experts, forward", "layer", "forward", "+23%"),
     ("routing and experts, backward", "layer", "backward", "+13%"),
-    ("whole step of gpt-oss", "step", "whole", "+10% to +15%"),
+    ("whole step of gpt-oss, adapters on attention", "step", "whole", "+10% to +15%"),
 )
 Results = Mapping[str, Mapping[str, Any]]
 Found = tuple[str, Mapping[str, Any], Mapping[str, Any]]
@@ -170,7 +170,7 @@ def _extra(row: Mapping[str, Any]) -> str:
 
 def _experts_rows(results: Results) -> Iterable[list[str]]:
     for words, part, of, told in EXPERTS:
-        row = {"part": part, "shape": "gpt-oss-20b"}
+        row = {"part": part, "shape": "gpt-oss-20b", **({"adapters": "attention"} if part == "step" else {})}
         asked = {"ours": "sorted-loop", "against": "where-loop", "part": of}
         name, found, ours = newest(results, "experts", row, asked)
         yield [words, told, gain_told(ours), scalar("", found.get("rounds")), _file(name)]
