@@ -115,7 +115,7 @@ def plans(results: Results) -> str:
 
 def _commit(row: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     """The commit that a row was measured at, which may be another than its file's."""
-    return str(row.get("commit", result["commit"]))[:7]
+    return str(row.get("commit", result.get("commit", "–")))[:7]
 
 
 def _errors(row: Mapping[str, Any]) -> list[str]:

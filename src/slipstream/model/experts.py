@@ -115,7 +115,8 @@ def _project(module: Any, multiply: Product, adapters: AdaptersOf, name: str, x_
     """One stack of matrices with its adapters, [S, O]."""
     y_SO = multiply(x_SI, matrices(module, name, x_SI.dtype))
     for adapter in adapters(name, x_SI.dtype):
-        y_SO += multiply(multiply(x_SI, adapter.a) * adapter.scale, adapter.b)
+        low_SR = multiply(x_SI, adapter.a)
+        y_SO += multiply(low_SR if adapter.scale == 1.0 else low_SR * adapter.scale, adapter.b)
     return y_SO
 
 

@@ -22,7 +22,7 @@ ALIGNMENT = 8
 def grouped_product(x_SI: torch.Tensor, weight_EIO: torch.Tensor, routing: Routing) -> torch.Tensor:
     """``x_SI`` times each slot's expert's matrix, [S, O], in one kernel."""
     if weight_EIO.requires_grad:
-        trained: torch.Tensor = _Grouped.apply(x_SI, weight_EIO, routing.offsets)  # type: ignore[no-untyped-call]
+        trained: torch.Tensor = _Grouped.apply(x_SI, weight_EIO, routing.offsets, routing.idle)  # type: ignore[no-untyped-call]
         return trained
     return F.grouped_mm(x_SI, weight_EIO, offs=routing.offsets)
 
@@ -31,27 +31,30 @@ class _Grouped(torch.autograd.Function):
     """A grouped product whose matrices are trained."""
 
     @staticmethod
-    def forward(ctx: Any, x_SI: torch.Tensor, weight_EIO: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x_SI, weight_EIO, offsets_E)
+    def forward(
+        ctx: Any, x_SI: torch.Tensor, weight_EIO: torch.Tensor, offsets_E: torch.Tensor, idle_E: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_SI, weight_EIO, offsets_E, idle_E)
         return F.grouped_mm(x_SI, weight_EIO, offs=offsets_E)
 
     @staticmethod
-    def backward(ctx: Any, grad_SO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x_SI, weight_EIO, offsets_E = ctx.saved_tensors
+    def backward(ctx: Any, grad_SO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        x_SI, weight_EIO, offsets_E, idle_E = ctx.saved_tensors
         grad_SO = grad_SO.contiguous()  # may be expanded, which the kernel refuses
         grad_x_SI = F.grouped_mm(grad_SO, weight_EIO.transpose(-2, -1), offs=offsets_E)
         if weight_EIO.stride(-1) == 1:
-            grad_EIO = _matrix_gradient(x_SI, grad_SO, offsets_E)
+            grad_EIO = _matrix_gradient(x_SI, grad_SO, offsets_E, idle_E)
         else:  # in the layout of the parameter, whose transpose this is
-            grad_EIO = _matrix_gradient(grad_SO, x_SI, offsets_E).transpose(-2, -1)
-        return grad_x_SI, grad_EIO, None
+            grad_EIO = _matrix_gradient(grad_SO, x_SI, offsets_E, idle_E).transpose(-2, -1)
+        return grad_x_SI, grad_EIO, None, None
 
 
-def _matrix_gradient(left_SI: torch.Tensor, right_SO: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+def _matrix_gradient(
+    left_SI: torch.Tensor, right_SO: torch.Tensor, offsets_E: torch.Tensor, idle_E: torch.Tensor
+) -> torch.Tensor:
     """Each expert's ``left.T @ right`` over its slots, [E, I, O]; zeros for one that has none."""
     product_EIO = F.grouped_mm(left_SI.t(), right_SO, offs=offsets_E)
-    slots_E = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1))
-    return product_EIO.masked_fill_((slots_E == 0)[:, None, None], 0)
+    return product_EIO.masked_fill_(idle_E[:, None, None], 0)
 
 
 def sliced_product(x_SI: torch.Tensor, weight_EIO: torch.Tensor, counts: list[int]) -> torch.Tensor:

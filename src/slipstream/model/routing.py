@@ -46,6 +46,11 @@ class Routing:
         ends = self.offsets.tolist()
         return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
+    @cached_property
+    def idle(self) -> torch.Tensor:
+        """bool [E]: the experts without slots."""
+        return self.offsets == torch.cat([self.offsets.new_zeros(1), self.offsets[:-1]])
+
     def gather(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Each slot's token, [S, H]. The backward sums a token's K slots in a fixed order."""
         gathered: torch.Tensor = _Gather.apply(x_TH, self.order, self.inverse, self.top_k)  # type: ignore[no-untyped-call]
