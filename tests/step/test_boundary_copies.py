@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -134,8 +133,11 @@ def _with_rows_taken_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _with_contiguous_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regional, "_gradients_laid_out_as_outputs", nullcontext)
-    monkeypatch.setattr(torch._functorch.config, "guess_tangent_strides_as_outputs", False)
+    def contiguous() -> Any:
+        # by its own means: an option that monkeypatch puts back is gone for the rest of the process
+        return torch._functorch.config.patch({"guess_tangent_strides_as_outputs": False})
+
+    monkeypatch.setattr(regional, "_gradients_laid_out_as_outputs", contiguous)
 
 
 @pytest.mark.parametrize("spoil", [_with_rows_taken_by_index, _with_contiguous_gradients])
