@@ -73,7 +73,8 @@ def grouped_experts(
 ) -> torch.Tensor:
     """The experts by grouped products: no host sync."""
     routing = kept_route(module, top_k_index, module.num_experts)
-    multiply = partial(grouped_product, routing=routing)
+    adapted = adapters is not no_adapters and torch.is_grad_enabled()
+    multiply = partial(grouped_product, routing=routing, idle_E=routing.idle() if adapted else None)
     return _run(module, hidden_states, top_k_weights, routing, multiply, adapters)
 
 

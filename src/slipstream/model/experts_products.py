@@ -19,10 +19,16 @@ ALIGNMENT = 8
 """Widths must be a multiple of it: rows of a grouped product's operands begin every 16 bytes, in half precision."""
 
 
-def grouped_product(x_SI: torch.Tensor, weight_EIO: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """``x_SI`` times each slot's expert's matrix, [S, O], in one kernel."""
+def grouped_product(
+    x_SI: torch.Tensor, weight_EIO: torch.Tensor, routing: Routing, idle_E: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x_SI`` times each slot's expert's matrix, [S, O], in one kernel.
+
+    ``idle_E``: ``routing.idle()``, where several products with trained matrices share it.
+    """
     if weight_EIO.requires_grad:
-        trained: torch.Tensor = _Grouped.apply(x_SI, weight_EIO, routing.offsets, routing.idle)  # type: ignore[no-untyped-call]
+        idle_E = routing.idle() if idle_E is None else idle_E
+        trained: torch.Tensor = _Grouped.apply(x_SI, weight_EIO, routing.offsets, idle_E)  # type: ignore[no-untyped-call]
         return trained
     return F.grouped_mm(x_SI, weight_EIO, offs=routing.offsets)
 
@@ -35,13 +41,13 @@ class _Grouped(torch.autograd.Function):
         ctx: Any, x_SI: torch.Tensor, weight_EIO: torch.Tensor, offsets_E: torch.Tensor, idle_E: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(x_SI, weight_EIO, offsets_E, idle_E)
-        return F.grouped_mm(x_SI, weight_EIO, offs=offsets_E)
+        return _grouped(x_SI, weight_EIO, offsets_E)
 
     @staticmethod
     def backward(ctx: Any, grad_SO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         x_SI, weight_EIO, offsets_E, idle_E = ctx.saved_tensors
         grad_SO = grad_SO.contiguous()  # may be expanded, which the kernel refuses
-        grad_x_SI = F.grouped_mm(grad_SO, weight_EIO.transpose(-2, -1), offs=offsets_E)
+        grad_x_SI = _grouped(grad_SO, weight_EIO.transpose(-2, -1), offsets_E)
         if weight_EIO.stride(-1) == 1:
             grad_EIO = _matrix_gradient(x_SI, grad_SO, offsets_E, idle_E)
         else:  # in the layout of the parameter, whose transpose this is
@@ -53,8 +59,32 @@ def _matrix_gradient(
     left_SI: torch.Tensor, right_SO: torch.Tensor, offsets_E: torch.Tensor, idle_E: torch.Tensor
 ) -> torch.Tensor:
     """Each expert's ``left.T @ right`` over its slots, [E, I, O]; zeros for one that has none."""
-    product_EIO = F.grouped_mm(left_SI.t(), right_SO, offs=offsets_E)
+    product_EIO = _grouped(left_SI.t(), right_SO, offsets_E)
     return product_EIO.masked_fill_(idle_E[:, None, None], 0)
+
+
+def _grouped(left: torch.Tensor, right: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    """A grouped product; in compiled code an operator of its own, whose operands keep the strides they have.
+
+    The compiler chooses strides of what it computes (an adapter's factor, cast and permuted) by how it reads, and the
+    kernel refuses rows that don't begin every 16 bytes.
+    """
+    if torch.compiler.is_compiling():
+        compiled: torch.Tensor = _grouped_mm(left, right, offsets_E)
+        return compiled
+    return F.grouped_mm(left, right, offs=offsets_E)
+
+
+@torch.library.custom_op("slipstream::grouped_mm", mutates_args=())
+def _grouped_mm(left: torch.Tensor, right: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    """[S, I] with [E, I, O] → [S, O]; [I, S] with [S, O] → [E, I, O]."""
+    return F.grouped_mm(left, right, offs=offsets_E)
+
+
+@_grouped_mm.register_fake
+def _(left: torch.Tensor, right: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    groups = [offsets_E.shape[0]] if right.ndim == 2 else []
+    return left.new_empty(*groups, left.shape[0], right.shape[-1])
 
 
 def sliced_product(x_SI: torch.Tensor, weight_EIO: torch.Tensor, counts: list[int]) -> torch.Tensor:

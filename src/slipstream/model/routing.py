@@ -46,7 +46,6 @@ class Routing:
         ends = self.offsets.tolist()
         return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
-    @cached_property
     def idle(self) -> torch.Tensor:
         """bool [E]: the experts without slots."""
         return self.offsets == torch.cat([self.offsets.new_zeros(1), self.offsets[:-1]])
@@ -106,7 +105,10 @@ class _Combine(torch.autograd.Function):
 
             return combine(y_SH, weights_TK, inverse_S)
         y_TKH = y_SH.index_select(0, inverse_S).view(*weights_TK.shape, y_SH.shape[-1])
-        return (y_TKH * weights_TK[..., None]).sum(1).to(y_SH.dtype)
+        total_TH = (y_TKH * weights_TK[..., None]).sum(1)
+        # not ``to`` of the dtype that it has: compiled by PyTorch 2.11, a node that gives one tensor under two names
+        # hands the gradient to the wrong one
+        return total_TH if total_TH.dtype == y_SH.dtype else total_TH.to(y_SH.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
