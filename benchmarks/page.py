@@ -213,6 +213,7 @@ def section(name: str, results: Results, *, legend: bool = True) -> str:
     lines = [f"## {benchmark.replace('_', ' ')}: `{name}`\n", f"{origin(result)}\n"]
     lines.append("\n".join(f"    {command}" for command in commands) + "\n")
     lines += [f"{text}\n" for text in (legend and LEGENDS.get(benchmark), rounds_told(result)) if text]
+    lines += [f"**{result['note']}**\n"] if "note" in result else []
     for key in ("summary", "cases", "arms"):
         if isinstance(result.get(key), dict):
             lines += named(result[key]) if benchmark != "scaling" else processes(result)

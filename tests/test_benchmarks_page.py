@@ -87,6 +87,11 @@ def test_predictions_stand_with_their_errors(generator: Any) -> None:
     )
 
 
+def test_a_note_stands_with_the_result(generator: Any) -> None:
+    text = generator.page({"step_x": {"benchmark": "step", "rows": [], "note": "measured on a slow host"}})
+    assert "**measured on a slow host**" in text
+
+
 def test_an_unknown_benchmark_has_its_tables(generator: Any) -> None:
     unknown = {
         "benchmark": "step",
