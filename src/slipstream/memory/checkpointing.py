@@ -101,7 +101,7 @@ def set_checkpointing(
         for module in modules:
             module.gradient_checkpointing = False
     made = Checkpointing(before, _own_switches(modules), decide, offload)
-    made.hooks.append(base.get_decoder().register_forward_pre_hook(made.hold_to_it, prepend=True))
+    made.hooks.append(base.get_decoder().register_forward_pre_hook(made.hold_to_it))
     return made
 
 

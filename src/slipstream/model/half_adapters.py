@@ -65,7 +65,7 @@ class HalfAdapters:
         if not found:
             return None, Decision("half adapters", False, "no plain float32 LoRA layers to compute in half precision")
         adapters = cls(found, dtype)
-        adapters.hooks.append(base.get_decoder().register_forward_pre_hook(adapters._refresh, prepend=True))
+        adapters.hooks.append(base.get_decoder().register_forward_pre_hook(adapters._refresh))
         for layer in found:
             forward = MethodType(_forward, layer)
             vars(layer).update({HALVES: None, NAME: _name(layer), OWNER: adapters, JOINED: None, "forward": forward})

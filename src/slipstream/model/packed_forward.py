@@ -9,7 +9,6 @@ without an error: it is refused instead.
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,22 +41,24 @@ class PackedForward:
     lengths: LengthsArgument | None = None
     """The model's forward, which names ``seq_lengths``."""
     checked: bool = False
+    decoder: Any = None
+    """Where segments go in."""
 
     def attach(self, model: nn.Module, base: Any) -> None:
         """Hooks on the decoder, which all calls reach, and on the models around it, which may keep segments from it."""
-        decoder = base.get_decoder()
+        decoder = self.decoder = base.get_decoder()
         self.lengths = LengthsArgument(base)
         self.lengths.attach()
         if self.packing.on:
             self.rotary = by_document(decoder, lambda: self.current)
-        self.hooks = [decoder.register_forward_pre_hook(self._enter, with_kwargs=True)]
+        # in the order in which they run: of hooks that were put first, PyTorch 2.11, where it compiles a whole model,
+        # takes one for another
+        around = list(dict.fromkeys((decoder, base, model)))
+        self.hooks = [module.register_forward_pre_hook(self._refuse, with_kwargs=True) for module in around]
+        self.hooks.append(decoder.register_forward_pre_hook(self._enter, with_kwargs=True))
         if base.config.get_text_config() is not base.config:
             self.hooks.append(base.register_forward_pre_hook(self._spare_mask, with_kwargs=True))
-        for module in dict.fromkeys((decoder, base, model)):
-            self.hooks.append(
-                module.register_forward_pre_hook(partial(self._refuse, decoder), with_kwargs=True, prepend=True)
-            )
-            self.hooks.append(module.register_forward_hook(partial(self._leave, decoder), with_kwargs=True))
+        self.hooks += [module.register_forward_hook(self._leave, with_kwargs=True) for module in around]
 
     def detach(self) -> None:
         """Remove every hook and put the model's and the rotary modules' own forwards back."""
@@ -67,12 +68,12 @@ class PackedForward:
             self.lengths.detach()
         by_row(self.rotary)
 
-    def _refuse(self, decoder: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _refuse(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refuse_without_segments(kwargs)
         if kwargs.get("segments") is None:
             return
         mask = kwargs.get("attention_mask")
-        if mask is not None and not (module is decoder and _is_placeholder(mask)):
+        if mask is not None and not (module is self.decoder and _is_placeholder(mask)):
             raise InputError(
                 f"attention_mask of shape {_shape(mask)} beside segments: a mask would make the boundaries ambiguous; "
                 f"give one of them (PackedCollator makes no mask)"
@@ -127,9 +128,7 @@ class PackedForward:
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else decoder.dtype
         return segments.mask(dtype)
 
-    def _leave(
-        self, decoder: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         segments: Segments | Boundaries | None = kwargs.get("segments")
         if segments is None:
             return
@@ -138,6 +137,7 @@ class PackedForward:
         self.current = None  # a batch's segments die with it
         if self.checked or self.carrier == "mask":
             return
+        decoder = self.decoder
         expected = attention_modules(decoder)
         reading = {id(m) for m in decoder.modules()} & segments.readers
         deaf = [name for key, name in expected.items() if key not in reading]
