@@ -59,6 +59,10 @@ def find_balance(base: Any) -> tuple[Balance | None, Decision | None]:
     if not getattr(config, "output_router_logits", False):
         reason = "the model's configuration does not ask for it (output_router_logits: false)"
         return None, Decision("balance loss", False, reason)
+    recorded = getattr(base.get_decoder(), "_can_record_outputs", None)
+    if recorded is not None and "router_logits" not in recorded:
+        reason = f"{type(base).__name__} of this transformers gives no router logits, and no such loss by itself either"
+        return None, Decision("balance loss", False, reason)
     reason = f"weighted with router_aux_loss_coef {coefficient:g}, padding left out"
     return Balance(float(coefficient), int(top_k)), Decision("balance loss", True, reason)
 
