@@ -93,7 +93,11 @@ class HalfAdapters:
         self._part()
         fitting = [layer for layer in self.layers if can_be_joined(layer, _name(layer), self.dtype)]
         if not fitting:
-            return Decision("joined adapters", False, "quantized or trained weights, or dropout before each adapter")
+            return Decision(
+                "joined adapters",
+                False,
+                "weights that are quantized, trained or of another dtype, or dropout before each adapter",
+            )
         found = same_inputs(base, fitting, self.dtype)
         self.groups = [Joined(layers, [_name(layer) for layer in layers], HALVES) for layers in found]
         for group in self.groups:
