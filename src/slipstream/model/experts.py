@@ -73,8 +73,8 @@ def grouped_experts(
 ) -> torch.Tensor:
     """The experts by grouped products: no host sync."""
     routing = kept_route(module, top_k_index, module.num_experts)
-    adapted = adapters is not no_adapters and torch.is_grad_enabled()
-    multiply = partial(grouped_product, routing=routing, idle_E=routing.idle() if adapted else None)
+    trained = torch.is_grad_enabled() and (adapters is not no_adapters or module.down_proj.requires_grad)
+    multiply = partial(grouped_product, routing=routing, idle_E=routing.idle() if trained else None)
     return _run(module, hidden_states, top_k_weights, routing, multiply, adapters)
 
 
