@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch._dynamo
 
-from mixtures import MIXTURES, mixture_of
+from mixtures import mixture_of
 from packed import documents, row_of
 from slipstream.model.lora import AdapterOptions, add_adapter
 from slipstream.train.train_step import TrainStep
 from slipstream.transform import Options, apply
 
-EVERY = {"gpt_oss": 4, "qwen3_moe": 4, "granitemoe": 4}
+EVERY = 4
 """Experts of a layer; each token goes to all of them, so that no rounding sends one elsewhere."""
-COUNTED = {"gpt_oss": "num_local_experts", "granitemoe": "num_local_experts"}
+COUNTED = {"gpt_oss": "num_local_experts", "qwen3_moe": "num_experts"}
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 """Rows of grouped products begin every 16 bytes."""
 
@@ -30,8 +30,7 @@ def _traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mixture(family: str, adapters: bool) -> Any:
-    more = {COUNTED.get(family, "num_experts"): EVERY[family], "num_experts_per_tok": EVERY[family]}
-    model = mixture_of(family, **WIDE, **more).to(torch.bfloat16)
+    model = mixture_of(family, **WIDE, **{COUNTED[family]: EVERY, "num_experts_per_tok": EVERY}).to(torch.bfloat16)
     model = add_adapter(model, AdapterOptions(rank=8, experts=adapters), seed=0).train()
     draw = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
@@ -53,10 +52,8 @@ def learned(family: str, adapters: bool, mode: str, activations: str) -> tuple[f
     return loss, {name: before[name] - parameter.detach() for name, parameter in trained.items()}
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("family", sorted(EVERY))
+@pytest.mark.parametrize(("family", "adapters"), [("gpt_oss", False), ("gpt_oss", True), ("qwen3_moe", True)])
 def test_gradients_are_eagers(family: str, adapters: bool) -> None:
-    assert family in MIXTURES
     expected_loss, expected = learned(family, adapters, "eager", "keep")
     loss, found = learned(family, adapters, "compiled", "recompute" if adapters else "keep")
     assert loss == pytest.approx(expected_loss, abs=5e-3)
