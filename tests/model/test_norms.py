@@ -17,7 +17,7 @@ from slipstream.model.norms import attach_norms, choose_norms
 CARD = Device(kind="cuda", name="card", memory_bytes=2**34, compute_capability=(9, 0), bf16=True, unified_memory=False)
 FIRST = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "glm4", "smollm3", "qwen3_moe", "mixtral")
 LAST = ("gpt_oss", "olmo2")
-OTHERS = ("gemma2", "gemma3", "cohere2", "starcoder2", "stablelm")
+OTHERS = ("gemma2", "gemma3_text", "cohere2", "starcoder2", "stablelm")
 IDS = torch.arange(5, 29)[None]
 
 
