@@ -32,6 +32,25 @@ def model_of(dtype: torch.dtype = torch.bfloat16, dropout: float = 0.0):
     return add_adapter(model, AdapterOptions(rank=8, dropout=dropout), seed=0).train()
 
 
+def mixture(layers: int, chosen: int):
+    """gpt-oss with four experts, of which each token goes to ``chosen``."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=chosen,
+        sliding_window=64,
+        vocab_size=1000,
+        pad_token_id=0,
+    )
+    return GptOssForCausalLM(config).to("cuda", torch.bfloat16)
+
+
 def batches(count: int, tokens: int = TOKENS) -> list[dict]:
     collate = PackedCollator(tokens=tokens)
     return [collate(documents(LENGTHS[i % len(LENGTHS)], seed=i)) for i in range(count)]
@@ -222,21 +241,7 @@ def test_sinks_and_windows_are_captured() -> None:
     """gpt-oss as it is, its experts by transformers."""
     found = []
     for mode in ("captured", "eager"):
-        torch.manual_seed(0)
-        config = GptOssConfig(
-            hidden_size=128,
-            intermediate_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            sliding_window=64,
-            vocab_size=1000,
-            pad_token_id=0,
-        )
-        model = GptOssForCausalLM(config).to("cuda", torch.bfloat16)
+        model = mixture(layers=4, chosen=2)
         model = add_adapter(model, AdapterOptions(rank=8, targets="q_proj,k_proj,v_proj,o_proj"), seed=0).train()
         step = stepping("auto" if mode == "captured" else "eager", model)
         found.append(losses(step, 6))
@@ -250,21 +255,7 @@ def test_a_mixtures_gradients_are_eagers(adapters: bool) -> None:
     """gpt-oss with grouped experts; each token goes to all of them, so that no rounding sends one elsewhere."""
     found = []
     for mode in ("captured", "eager"):
-        torch.manual_seed(0)
-        config = GptOssConfig(
-            hidden_size=128,
-            intermediate_size=128,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            num_local_experts=4,
-            num_experts_per_tok=4,
-            sliding_window=64,
-            vocab_size=1000,
-            pad_token_id=0,
-        )
-        model = GptOssForCausalLM(config).to("cuda", torch.bfloat16)
+        model = mixture(layers=3, chosen=4)
         model = add_adapter(model, AdapterOptions(rank=8, experts=adapters), seed=0).train()
         draw = torch.Generator("cuda").manual_seed(3)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

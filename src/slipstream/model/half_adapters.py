@@ -4,7 +4,8 @@ peft keeps LoRA weights in float32, which their updates need. Under autocast, th
 but each weight is cast by a kernel of its own (and its gradient back), and in every layer the adapter's output is
 scaled and added by two more. Here all weights are cast at once before the first layer, and the low-rank product adds
 itself to the base's output: ``out = base(x) + scaling * (x A^T) B^T`` is three matrix products. The arithmetic is
-autocast's: half-precision products of rounded weights, gradients rounded once and summed in float32 masters.
+autocast's: half-precision products of rounded weights, gradients rounded once and summed in float32 masters. Compiled
+layers compute adapters that read one tensor together (``joined_adapters.py``).
 
 Nothing moves: masters stay peft's parameters, in its state dict and in the optimizer. ``attach`` gives each adapter
 layer a ``forward`` of its own on the instance, ``detach`` takes it away. The alternative, adapters in half precision
